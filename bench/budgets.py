@@ -30,7 +30,7 @@ from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
 from meshc.api.planning import Planner, PlanResult  # noqa: E402
-from meshc.cost import memory  # noqa: E402
+from meshc.cost import peak_memory  # noqa: E402
 from meshc.cost.devices import device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
 from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
@@ -112,8 +112,8 @@ def measured(asked: Asked) -> Row:
             sizes = [size for size in (refusal.least, closest and closest.holds) if size is not None]
             return Row(step, recipe, None, 0.0, None, min(sizes) / 1e9 if sizes else None, str(closest or ""), spent)
         one, way = found(change.plan, **change.asks), f"{recipe}, {change.said}"
-        assert one.program is not None and memory.worst(one.program).total == change.holds, (one.refused, change)
-    held, seconds = memory.worst(one.program), one.weighed[0].seconds
+        assert one.program is not None and peak_memory.peak_rank(one.program).total == change.holds, (one.refused, change)
+    held, seconds = peak_memory.peak_rank(one.program), one.weighed[0].seconds
     assert held.total <= budget and seconds is not None
     spent = time.process_time() - start
     return Row(step, way, held.total / 1e9, held.host / 1e9, 1e3 * seconds, None, _said(one.program.notes), spent)

@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshc
 from meshc import ir
-from meshc.cost import fit, measure, memory
+from meshc.cost import device_fit, microbenchmarks, peak_memory
 from meshc.cost.devices import Device, for_mesh
-from meshc.cost.operators import seconds
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
+from meshc.cost.roofline import seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_llama import CLIP_GRAD_NORM, batches, build_model, build_optimizer
@@ -64,7 +64,7 @@ def measured(program: meshc.Program, inputs: dict[str, Any]) -> float:
 def by_operator(program: meshc.Program, inputs: dict[str, Any], device: Device) -> str:
     """Milliseconds of a step by operator, as predicted and as the profiler has them (with what the operators call), largest first."""
     predicted: Counter[str] = Counter()
-    runs = memory.runs(program.compiled)
+    runs = peak_memory.runs(program.compiled)
     for stage in program.compiled.stages.values():
         for node in ir.calls(stage.graph):
             predicted[ir.op_name(node).split(".")[1 if "." in ir.op_name(node) else 0]] += seconds(node, device) * runs[stage.name]
@@ -99,7 +99,9 @@ def main() -> None:
     for name, (step, inputs) in (("demo", demo()), ("mlp", workload("mlp")), ("nanogpt", workload("nanogpt"))):
         program = meshc.compile(step, mesh, kwargs=inputs)
         predicted, taken = program_seconds(program.compiled, device).total, measured(program, inputs)
-        now = fit.rate(measure.products(torch.device("cpu"), torch.float32), device.launch_s).figure / device.rate(torch.float32)
+        now = device_fit.rate(microbenchmarks.products(torch.device("cpu"), torch.float32), device.launch_s).figure / device.rate(
+            torch.float32
+        )
         rows.append((name, 1e3 * predicted, 1e3 * taken, predicted / taken, now))
         if options.operators:
             say(f"\n{name}\n{by_operator(program, inputs, device)}")

@@ -35,7 +35,7 @@ from run import launch
 from tabulate import tabulate
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 
 MODELS = ("llama", "nanogpt")
 PLANS = ("ddp", "fsdp")
@@ -57,7 +57,7 @@ def predicted(model: str, plan: str, compiled: bool, policy: str) -> int:
     step = meshc.TrainStep(module, optimizer=torch.optim.AdamW(module.parameters(), **ADAMW), loss=workload.loss)
     mesh, (batch,), backend = meshc.Mesh(f"{AXIS_OF[plan]}=2"), workload.batches(1), "inductor" if compiled else "eager"
     program = meshc.compile(step, mesh, kwargs=batch, plan=plan, backend=backend, options=meshc.Options(remat=policy))
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def contenders(model: str, plan: str, compiled: bool) -> list[Row]:

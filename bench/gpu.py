@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.plan.remat_lines import POLICIES
 
 SHAPE = {
@@ -91,7 +91,7 @@ def compiled(shape: dict[str, int], ids: torch.Tensor, backend: str, policy: str
     mesh = init_device_mesh(ids.device.type, (1,), mesh_dim_names=("dp",))
     options = meshc.Options(remat=policy, cuda_graph=graph)
     program = meshc.compile(step, mesh, kwargs={"input_ids": ids, "labels": ids}, backend=backend, options=options)
-    return Contender(lambda: program(input_ids=ids, labels=ids), memory.worst(program.compiled).total)
+    return Contender(lambda: program(input_ids=ids, labels=ids), peak_memory.peak_rank(program.compiled).total)
 
 
 def waited(device: str) -> None:

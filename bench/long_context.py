@@ -20,7 +20,7 @@ from carried import carry  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
-from meshc.cost import memory  # noqa: E402
+from meshc.cost import peak_memory  # noqa: E402
 
 RANKS = 8
 LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576)
@@ -45,7 +45,7 @@ def held(length: int, mesh: str, plan: str, options: meshc.Options) -> int:
         ids = torch.zeros(1, length, dtype=torch.int64)
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     program = meshc.compile(step, meshc.Mesh(mesh), plan=plan, kwargs={"input_ids": ids, "labels": ids}, options=options)
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def main() -> None:

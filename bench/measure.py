@@ -54,7 +54,7 @@ class Row:
     """Building, compiling and the first `CHECKED_STEPS` steps."""
     peak_bytes_per_rank: int | None = None
     predicted_bytes_per_rank: int | None = None
-    """What the walk of `meshc.cost.memory` says of that peak; None of peers."""
+    """What the walk of `meshc.cost.peak_memory` says of that peak; None of peers."""
     grown_bytes_per_rank: int | None = None
     """How much the process had grown at most, since before it was built: what the kernel counts as resident, freed memory that malloc
     keeps and gloo's buffers included."""
@@ -118,9 +118,9 @@ def holds(built: Built) -> int:
     """Bytes of tensors that the fullest rank holds beside its inputs, by the program's own walk; 0 of what meshc did not compile."""
     if built.program is None:
         return 0
-    from meshc.cost import memory  # here, so that the peers can be measured without it
+    from meshc.cost import peak_memory  # here, so that the peers can be measured without it
 
-    worst = memory.worst(built.program.compiled)
+    worst = peak_memory.peak_rank(built.program.compiled)
     return worst.total - worst.kept["input"]
 
 

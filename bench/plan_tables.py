@@ -51,7 +51,7 @@ from meshc.ir.mesh import Mesh  # noqa: E402
 from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
 from meshc.plan.combinations import combinations  # noqa: E402
 from meshc.plan.plan import Plan  # noqa: E402
-from meshc.plan.weighed import Weighed  # noqa: E402
+from meshc.plan.plan_candidate import PlanCandidate  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "bench" / "results" / "plan-tables.json"
@@ -259,13 +259,13 @@ def _why_none(found: PlanResult) -> str:
     return "nothing fits" if isinstance(found.refused, NothingFits) else str(found.refused or "").partition("\n")[0]
 
 
-def _ms(one: Weighed | None) -> float | None:
+def _ms(one: PlanCandidate | None) -> float | None:
     return None if one is None or one.seconds is None else 1e3 * one.seconds
 
 
 def weigh_recipes(
-    weighed: tuple[Weighed, ...], mesh: Mesh, planned: Callable[[Plan], PlanResult], budget: int
-) -> tuple[list[Weighed], int]:  # fmt: skip
+    weighed: tuple[PlanCandidate, ...], mesh: Mesh, planned: Callable[[Plan], PlanResult], budget: int
+) -> tuple[list[PlanCandidate], int]:  # fmt: skip
     """Recipes by the clock, and how many were left out. Those that the search has lowered already are not lowered again."""
     known = {one.name: one for one in weighed}
     combined = {name: Plan.of(entries) for name, entries in combinations([axis.name for axis in mesh.axes if axis.size > 1])}
@@ -283,7 +283,7 @@ def weigh_recipes(
     return found, left_out
 
 
-def _estimate(one: Weighed | None) -> float:
+def _estimate(one: PlanCandidate | None) -> float:
     return 0.0 if one is None or one.estimated is None else one.estimated
 
 

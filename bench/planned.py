@@ -34,10 +34,10 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
-from meshc.text.show import print_program
+from meshc.cost.program_clock import program_seconds
+from meshc.text.printer import print_program
 
 BAR = 1.03
 """What the searched plan's step may take of the best recipe's."""
@@ -105,7 +105,10 @@ def built(workload: Workload, contender: Contender) -> Contender:
     mesh = init_device_mesh("cpu", tuple(int(size) for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
     contender.program = compiled(workload, contender, mesh)
     program = contender.program.compiled
-    contender.predicted_s, contender.holds = program_seconds(program, for_mesh(meshc.Mesh.of(mesh))).total, memory.worst(program).total
+    contender.predicted_s, contender.holds = (
+        program_seconds(program, for_mesh(meshc.Mesh.of(mesh))).total,
+        peak_memory.peak_rank(program).total,
+    )
     return contender
 
 

@@ -1,4 +1,4 @@
-"""Saved programs: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
+"""Saved programs: a folder of texts, JSON and safetensors. Loading executes and unpickles nothing.
 
     manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
@@ -23,18 +23,18 @@ import torch
 
 from meshc.errors import ArtifactError, MeshcError
 from meshc.files import seal, tensor_file
-from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
+from meshc.files.folders import kept_aside, may_replace, move_into_place, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
 from meshc.lazy_module import LazyModule
 from meshc.program.program import BACKENDS, PlainProgram
-from meshc.text import described, libraries
+from meshc.text import libraries, program_description
 
 if TYPE_CHECKING:
-    from meshc.check import program as checker
-    from meshc.check.ruled import Rules
+    from meshc.check import consistency as checker
+    from meshc.check.rule_shardings import RulesProtocol
 else:
-    checker = LazyModule("meshc.check.program")
+    checker = LazyModule("meshc.check.consistency")
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 6
@@ -68,8 +68,8 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
     target = Path(os.path.realpath(path))
     if not may_replace(target, MANIFEST):
         raise ArtifactError(f"{path} exists and is no saved program: it is not replaced; remove it or choose another path")
-    texts = {f"stages/{name}.py": text for name, text in described.texts(program).items()}
-    texts[PROGRAM] = json.dumps(described.described(program), indent=1) + "\n"
+    texts = {f"stages/{name}.py": text for name, text in program_description.texts(program).items()}
+    texts[PROGRAM] = json.dumps(program_description.describe_program(program), indent=1) + "\n"
     with writing(target), replacing(target) as made:
         (made / "stages").mkdir()
         for name, text in texts.items():
@@ -81,9 +81,9 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
             if tensors is not None:
                 files[name] = cast(ManifestEntry, tensor_file.write(made / name, tensors))
         told = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "mesh": str(program.mesh)}
-        (made / MANIFEST).write_text(seal.sealed({**told, "files": dict(sorted(files.items()))}), encoding="utf-8")
+        (made / MANIFEST).write_text(seal.seal_text({**told, "files": dict(sorted(files.items()))}), encoding="utf-8")
         to_disk(made / MANIFEST)
-        put(made, target)
+        move_into_place(made, target)
 
 
 def load(
@@ -91,7 +91,7 @@ def load(
     *,
     allow_edited: bool = False,
     allow: Iterable[str] = (),
-    rules: Rules | None = None,
+    rules: RulesProtocol | None = None,
     own: bool = False,
 ) -> PlainProgram:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
@@ -114,7 +114,7 @@ def load(
             _check(folder, name, entry, editable=_is_text(name))
     for name in (PROGRAM, CONSTANTS):
         _listed_file(folder, name, files)
-    told = cast(described.Described, _json(folder / PROGRAM))
+    told = cast(program_description.ProgramDescription, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
         if version < ZIGZAG and _has_orders(program):
@@ -144,7 +144,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
 
 
-def _program(folder: Path, told: described.Described, files: Mapping[str, ManifestEntry]) -> PlainProgram:
+def _program(folder: Path, told: program_description.ProgramDescription, files: Mapping[str, ManifestEntry]) -> PlainProgram:
     def text_of(name: str) -> tuple[str, str]:
         file = _listed_file(folder, f"stages/{name}.py", files)
         return bounds.read_text(file), str(file)
@@ -153,7 +153,7 @@ def _program(folder: Path, told: described.Described, files: Mapping[str, Manife
         with TensorFile(folder / CONSTANTS, cast(tensor_file.Seal, files[CONSTANTS]), AGAIN) as held:
             return {name: held.tensor(name) for name in held.names}
 
-    return described.read(told, text_of, constants, str(folder / PROGRAM))
+    return program_description.read_description(told, text_of, constants, str(folder / PROGRAM))
 
 
 def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:
@@ -167,7 +167,7 @@ def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:
     if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
         found, known = f"{manifest.get('format')!r} version {version!r}", f"{READ[0]} to {VERSION}"
         raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} versions {known}: compile and save the program again")
-    if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
+    if not seal.has_valid_seal(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")
     if not isinstance(files, dict):

@@ -1,4 +1,4 @@
-"""Settings from environment variables, read here and nowhere else.
+"""Settings from environment variables, which no other file reads.
 
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
@@ -28,7 +28,7 @@ TRACE: Final = "MESHC_TRACE"
 DISK: Final = "MESHC_DISK"
 PROGRAMS: Final = "MESHC_PROGRAMS"
 CACHE: Final = "MESHC_CACHE"
-"""Which `meshc.files.owned` reads."""
+"""Which `meshc.files.private_folders` reads."""
 KNOWN: Final = (DUMP, VERIFY, LOG, DEVICES, TRACE, DISK, PROGRAMS, CACHE)
 LEVELS: Final = ("", "info", "debug")
 

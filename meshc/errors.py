@@ -1,4 +1,4 @@
-"""Error classes of meshc, and the lists of names and faults in messages.
+"""Error classes of meshc, and formatting of lists in messages.
 
 A message has four parts: the operator and value at fault, where that is in the user's model, why, and what to do about it.
 """

@@ -24,8 +24,8 @@ from typing import Any, Final
 
 from meshc import artifact
 from meshc.errors import ArtifactError, FileError, MeshcError
-from meshc.files import owned, seal
-from meshc.files.folders import put, replacing, to_disk, writing
+from meshc.files import private_folders, seal
+from meshc.files.folders import move_into_place, replacing, to_disk, writing
 from meshc.ir import bounds
 from meshc.program.program import PlainProgram
 from meshc.text import libraries
@@ -59,7 +59,7 @@ class Amount:
 
 def default_folder() -> Path:
     """The default folder of cached programs."""
-    return owned.cache_folder() / "programs"
+    return private_folders.cache_folder() / "programs"
 
 
 def name_of(key: str, depends: str) -> str:
@@ -80,7 +80,7 @@ def read_program(folder: Path, name: str, wanted: Callable[[Mapping[str, Any]], 
         told = _read_description(place, name)
         if not wanted(told):
             return None
-        with libraries.trusted():  # which of them a program may name, its key says: they are this process's own
+        with libraries.trust_libraries():  # which of them a program may name, its key says: they are this process's own
             program = artifact.load(place / _PROGRAM, own=True)
     except (MeshcError, OSError, LookupError, TypeError, ValueError) as error:
         warnings.warn(
@@ -97,7 +97,7 @@ def read_program(folder: Path, name: str, wanted: Callable[[Mapping[str, Any]], 
 
 def _read_description(place: Path, name: str) -> Mapping[str, Any]:
     text = bounds.read_text(place / _TOLD)
-    if not seal.unbroken(text):
+    if not seal.has_valid_seal(text):
         raise ArtifactError(f"{place / _TOLD} was damaged or edited")
     told = bounds.parse_json(text, str(place / _TOLD))
     if not isinstance(told, dict) or (told.get("format"), told.get("version"), told.get("name")) != (FORMAT, VERSION, name):
@@ -110,16 +110,16 @@ def _read_description(place: Path, name: str) -> Mapping[str, Any]:
 def write(folder: Path, name: str, program: PlainProgram, told: Mapping[str, object]) -> str:
     """Writes a program, unless the entry exists. Returns the reason if it cannot be written, else ""."""
     place = folder / name
-    why = owned.refusal(folder)
+    why = private_folders.refusal(folder)
     if why is not None or place.is_dir():
         return why or ""
     try:
         with writing(place), replacing(place) as made:
             artifact.save(program, made / _PROGRAM)
             head = {"format": FORMAT, "version": VERSION, "name": name, "program": _manifest(made)}
-            (made / _TOLD).write_text(seal.sealed({**head, **told}), encoding="utf-8")
+            (made / _TOLD).write_text(seal.seal_text({**head, **told}), encoding="utf-8")
             to_disk(made / _TOLD)
-            put(made, place)
+            move_into_place(made, place)
         _drop_old(folder)
     except (ArtifactError, FileError, OSError, TypeError, ValueError) as error:
         return "" if place.is_dir() else str(error)  # another job has just put it there
@@ -142,7 +142,7 @@ def _manifest(place: Path) -> str:
 
 
 def _not_used(folder: Path) -> bool:
-    why = owned.refusal(folder)
+    why = private_folders.refusal(folder)
     if why is not None:
         warnings.warn(f"programs kept in {folder} are not used: {why}\n  what to do: give a folder that only you can write", stacklevel=4)
     return why is not None

@@ -36,7 +36,7 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.plan.recipes import explain
 from meshc.program.program import Stage
-from meshc.text.show import print_program, print_stage, print_type, value_names
+from meshc.text.printer import print_program, print_stage, print_type, value_names
 
 Lies = Callable[[Value, Record], Sharding | None]
 """How a value lies, as far as that is known."""

@@ -31,7 +31,7 @@ from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace import mean_of_parts
-from meshc.plan.expert_groups import splits
+from meshc.plan.expert_group_counts import splits
 
 KEPT = 6
 """Traces of a file, the last ones asked for."""

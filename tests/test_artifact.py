@@ -18,13 +18,13 @@ from meshc import artifact, ir
 from meshc.artifact import load, open_weights, save
 from meshc.errors import ArtifactError, FileError
 from meshc.files import folders
-from meshc.files.seal import sealed
+from meshc.files.seal import seal_text
 from meshc.ir import Record, Source, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 
 aten = torch.ops.aten
 
@@ -88,12 +88,12 @@ def rehash(folder: Path, name: str, text: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     data = text.encode()
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(sealed(manifest))
+    (folder / "manifest.json").write_text(seal_text(manifest))
 
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(sealed(manifest | changes))
+    (folder / "manifest.json").write_text(seal_text(manifest | changes))
 
 
 def refused(folder: Path, **options: Any) -> str:
@@ -296,7 +296,7 @@ def test_a_failed_save_leaves_the_old_program(saved: Path, tmp_path: Path, monke
         return rename(self, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "_exchanged", lambda *_: False)
+        patch.setattr(folders, "_exchange_names", lambda *_: False)
         patch.setattr(Path, "rename", fail_at_last)
         with pytest.raises(FileError, match="no such luck"):
             save(program("another reason"), saved)

@@ -17,7 +17,7 @@ from meshc.passes.driver import hooks
 from meshc.passes.driver.compile_program import compile_program
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import NAMES
-from meshc.text import show
+from meshc.text import printer
 from tests.models import mlp
 
 
@@ -69,12 +69,12 @@ def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
 @pytest.mark.broad
 def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None:
     program = compiled()
-    before = show.hash_program(program.compiled)
+    before = printer.hash_program(program.compiled)
     program.dump(tmp_path / "a")
     compiled().dump(tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert show.hash_program(program.compiled) == before
-    assert of(files(tmp_path / "a"), NAMES[-1]).endswith(show.print_program(program.compiled))
+    assert printer.hash_program(program.compiled) == before
+    assert of(files(tmp_path / "a"), NAMES[-1]).endswith(printer.print_program(program.compiled))
 
 
 @pytest.mark.broad

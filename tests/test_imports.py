@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 LARGE = ("scipy", "sympy", "tabulate", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "meshc.api")
 NOT_FOR_COMPILING = ("scipy.optimize", "scipy.sparse", "transformers", "torch._dynamo", "torch._inductor")
-COMPILES = ("meshc.passes.driver", "meshc.rules", "meshc.passes.partition", "meshc.check.program", "meshc.report.page")
+COMPILES = ("meshc.passes.driver", "meshc.rules", "meshc.passes.partition", "meshc.check.consistency", "meshc.report.page")
 SCRIPT = f"""
 import sys
 import torch
@@ -27,7 +27,7 @@ print([name for name in {LARGE!r} if name in sys.modules and name not in before]
 print(meshc.Mesh("dp=2"), callable(meshc.compile), meshc.recipes.__name__, hasattr(meshc, "summry"))
 print([name for name in {NOT_FOR_COMPILING!r} if name in sys.modules and name not in before])
 print([name for name in {COMPILES!r} if name in sys.modules])
-from meshc.text import allowed
+from meshc.text import allowed_operators
 print([name for name in sorted(allowed.OPERATORS) if name.startswith("meshc.") and allowed._overload(name) is None])
 """
 

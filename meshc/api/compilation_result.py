@@ -22,10 +22,10 @@ from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.ownership import calls_allowed
-from meshc.text import described, libraries, show
+from meshc.text import libraries, printer, program_description
 
 if TYPE_CHECKING:
     from meshc.passes.depth import multiplicity
@@ -56,7 +56,7 @@ class CompilationResult:
     request: Request
     tree: OutputTree
     tried: tuple[PipelineCandidate, ...] = ()
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[PlanCandidate, ...] = ()
     seconds: Mapping[str, float] | None = None
     reads: tuple[ReadPlace, ...] = ()
     numbers: tuple[Number, ...] = ()
@@ -79,7 +79,7 @@ class CompilationResult:
     ) -> CompilationResult:
         """The result of another process's passes; `told`: the JSON data that its `told()` returned."""
         tried = tuple(PipelineCandidate(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
-        weighed = tuple(Weighed(**row) for row in told["weighed"])
+        weighed = tuple(PlanCandidate(**row) for row in told["weighed"])
         reads, numbers = read_places.places_from_json(told["reads"]), read_values.numbers_from_json(told["numbers"])
         return CompilationResult(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
 
@@ -114,7 +114,7 @@ class CompilationResult:
             return self.lowered
         with calls_allowed(self.request.module), torch.set_grad_enabled(self.request.grad):
             program, lowered = driver.compile_program(self.request)
-        if show.hash_program(program) != show.hash_program(self.program):
+        if printer.hash_program(program) != printer.hash_program(self.program):
             raise StateError(
                 "this rank has its program from rank 0, and compiling it here for a look inside gives another one\n"
                 "  why: the model, or what its forward reads, has changed since\n"
@@ -130,7 +130,7 @@ def process_values(request: Request) -> ProcessValues:
 
 def pack_program(program: PlainProgram, **more: object) -> bytes:
     """A program, and the JSON values `more`, as bytes. Raises ArtifactError for a program that has no text."""
-    head = {"program": described.described(program), "texts": described.texts(program, comments=False), **more}
+    head = {"program": program_description.describe_program(program), "texts": program_description.texts(program, comments=False), **more}
     text = json.dumps(head).encode()
     constants = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in program.constants.items()}
     return len(text).to_bytes(_LENGTH_BYTES, "big") + text + save(constants)
@@ -141,8 +141,8 @@ def unpack_program(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any
     does not have."""
     begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
     head = json.loads(data[_LENGTH_BYTES:begin])
-    with libraries.trusted():
-        program = described.read(
+    with libraries.trust_libraries():
+        program = program_description.read_description(
             head["program"], lambda name: (head["texts"][name], f"rank 0's {name}"), lambda: load(data[begin:]), "rank 0's program"
         )
     stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}  # no stranger's

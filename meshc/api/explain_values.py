@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
-from meshc.cost import operators
-from meshc.cost.alive import alive
+from meshc.cost import roofline
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, copy_seconds
+from meshc.cost.liveness import peak_liveness
 from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
 from meshc.ir.graph import ancestors_of
 from meshc.passes import pipeline
@@ -26,7 +26,7 @@ from meshc.passes.memory.recomputable import recomputable_of_stage
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.remat_lines import RematLine
-from meshc.report.explained import Instead, Remembered
+from meshc.report.explanation import PlanAlternative, RetainedValue
 from meshc.report.tables import bytes_text, placement
 
 KEPT, AGAIN, OFFLOADED, UNREAD, CHUNKED = "kept", "recomputed", "on the host", "not read by backward", "in chunks"
@@ -36,7 +36,7 @@ SHOWN = 3
 """Values of a module, or of a line, the largest first."""
 
 
-def explain_values(lowered: LoweredProgram, name: str) -> list[Remembered]:
+def explain_values(lowered: LoweredProgram, name: str) -> list[RetainedValue]:
     """Of `value:PATH`, a value's name in the program, or `FILE.py:LINE`: the largest values that these mean; none of another name."""
     if not lowered.request.grad:
         return []
@@ -121,17 +121,17 @@ class _Remembering:
     def __init__(self, lowered: LoweredProgram, graph: LoweredProgram) -> None:
         self.lowered, self.graph, self.device = lowered, graph, for_mesh(lowered.mesh)
         self.widest = recomputable_of_stage(graph, WIDER[-1])
-        self.there = alive(lowered.as_program()).values
+        self.there = peak_liveness(lowered.as_program()).values
         self.kept = {record_of(node) for node in _all(lowered) if any(_is_late(node, user) for user in node.users)}
 
-    def of(self, node: Node) -> Remembered:
+    def of(self, node: Node) -> RetainedValue:
         widest = self.widest
         inside = {one for one, root in roots_of(widest.forward).items() if root is node}
         fate, why = self._fate(node, inside)
         again = self._recompute_chain(node)
         one = record(node)
         at_peak = sum(each.bytes for each in self.there if one.of and each.made is not None and each.made.record.of == one.of)
-        return Remembered(
+        return RetainedValue(
             value=node.name, lies=f"{str(one.dtype).removeprefix('torch.')} {placement(one.sharding, one.shape)}", operator=op_name(node),
             module=one.source.module, source=str(one.source), bytes=local_bytes(one), at_peak_bytes=at_peak, fate=fate, why=why,
             waits_s=self._waiting_seconds(node, inside), recompute_s=sum(map(self._seconds, again)),
@@ -185,7 +185,7 @@ class _Remembering:
 
     def _seconds(self, node: Node) -> float:
         alone = spmd.is_collective(node.target)
-        return collective_seconds(node, self.lowered.mesh, self.device) if alone else operators.seconds(node, self.device)
+        return collective_seconds(node, self.lowered.mesh, self.device) if alone else roofline.seconds(node, self.device)
 
     def _waiting_seconds(self, node: Node, inside: Collection[Node]) -> float:
         """Seconds of compute between a value's last reader in forward and its first in backward."""
@@ -195,26 +195,26 @@ class _Remembering:
         if not late:
             return 0.0
         start = max([order[node], *(order[user] for user in users if _first(user).phase == "forward")])
-        return sum(operators.seconds(one, self.device) for one, at in order.items() if start < at < min(late) and one.op == "call_function")
+        return sum(roofline.seconds(one, self.device) for one, at in order.items() if start < at < min(late) and one.op == "call_function")
 
-    def _alternative_lines(self, node: Node, fate: str) -> Iterator[Instead]:
+    def _alternative_lines(self, node: Node, fate: str) -> Iterator[PlanAlternative]:
         """Plan lines under which the value would have another fate."""
         size, module, paths = local_bytes(record(node)), record(node).source.module, self._paths(node)
         copies = 2 * copy_seconds(size, self.device)
         if fate == AGAIN:
             if paths:
-                yield Instead(line=f"keep value:{paths[0]}", what=f"it is kept: {bytes_text(size)} from forward to backward")
+                yield PlanAlternative(line=f"keep value:{paths[0]}", what=f"it is kept: {bytes_text(size)} from forward to backward")
             elif module:
-                yield Instead(line=f"remat {module}: none", what=f"it is kept: {bytes_text(size)} from forward to backward")
+                yield PlanAlternative(line=f"remat {module}: none", what=f"it is kept: {bytes_text(size)} from forward to backward")
         if fate == KEPT and module:
             for policy in WIDER:
                 lines = [*self.lowered.plan.remats, RematLine(module, policy)]
                 can = recomputable_of_stage(self.graph, self.lowered.request.remat or "none", lines)
                 if node in can.operands and node not in least_kept(can.forward, can.operands, can.bytes_of, can.wanted):
-                    yield Instead(line=f"remat {module}: {policy}", what="it is recomputed, of what is then kept")
+                    yield PlanAlternative(line=f"remat {module}: {policy}", what="it is recomputed, of what is then kept")
                     break
         if fate in (KEPT, AGAIN) and (paths or module):
             line = f"offload value:{paths[0]}" if paths else f"offload {module}"
-            yield Instead(line=line, what=f"it lies on the host in between: {copies * 1e3:.3g} ms of copies, there and back")
+            yield PlanAlternative(line=line, what=f"it lies on the host in between: {copies * 1e3:.3g} ms of copies, there and back")
         if fate == OFFLOADED:
-            yield Instead(line="the plan without that line", what=f"it is kept: {bytes_text(size)} from forward to backward")
+            yield PlanAlternative(line="the plan without that line", what=f"it is kept: {bytes_text(size)} from forward to backward")

@@ -27,16 +27,26 @@ from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.search_space import Decision, Form, Key, Option, Reading, given_form, wanted_form
 from meshc.plan.plan import Plan, open_axes
 from meshc.program.program import PlainProgram
-from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
+from meshc.report.explanation import (
+    SHOWN,
+    Alternative,
+    Change,
+    Explanation,
+    Fall,
+    OperatorChoice,
+    ParameterReader,
+    ParameterStorage,
+    ProgramLine,
+)
 from meshc.report.tables import dtensor_placements, placement
 
 
-def explain_choice(lowered: LoweredProgram, program: PlainProgram, asked: Plan, name: str) -> Explained:
+def explain_choice(lowered: LoweredProgram, program: PlainProgram, asked: Plan, name: str) -> Explanation:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
     for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
     values = explain_values(lowered, name)
     if values and names_values(name):
-        return Explained(name=name, searched=bool(open_axes(asked)), stored=None, line=None, operators=[], further=0, remembered=values)
+        return Explanation(name=name, searched=bool(open_axes(asked)), stored=None, line=None, operators=[], further=0, remembered=values)
     return {**_Explaining(lowered, program, asked).of(name), "remembered": values}
 
 
@@ -55,7 +65,7 @@ class _Explaining:
         self.alternatives = Alternatives(self.search, self.pick)
         self.made = {made.decision: made for made in reversed(self.search.space.made)}
 
-    def of(self, name: str) -> Explained:
+    def of(self, name: str) -> Explanation:
         node = self._line(name)
         if node is not None:
             return self._explanation(node.name, line=self._line_origin(node), operators=self._source_operators(node))
@@ -68,9 +78,9 @@ class _Explaining:
         raise PlanError(self._unknown(name))
 
     def _explanation(
-        self, name: str, *, stored: Stored | None = None, line: Made | None = None, operators: Sequence[Node] = ()
-    ) -> Explained:
-        return Explained(
+        self, name: str, *, stored: ParameterStorage | None = None, line: ProgramLine | None = None, operators: Sequence[Node] = ()
+    ) -> Explanation:
+        return Explanation(
             name=name, searched=self.searched, stored=stored, line=line,
             operators=[self._operator_choice(node) for node in operators[:SHOWN]],
             further=len(operators[SHOWN:]), remembered=[],
@@ -86,14 +96,14 @@ class _Explaining:
 
     # ---------------------------------------------------------------------------------------------------------------------- parameters
 
-    def _stored_as(self, name: str) -> Stored:
+    def _stored_as(self, name: str) -> ParameterStorage:
         storage = self.placed.require_assignment().storage
         stored = {kind: one for kind in ("parameter", "gradient", "state") if (one := storage.get((name, kind))) is not None}
         mesh = self.program.mesh
         axes = [axis.name for axis in mesh.axes if axis != mesh.pipeline_axis]
         port = next(port for port in self.placed.joint.inputs if port.kind == "parameter" and port.name == name)
         decided = [kind for kind in ("parameter", "state") if (kind, name) in self.search.space.decisions]
-        return Stored(
+        return ParameterStorage(
             sharding={kind: placement(one, port.shape) for kind, one in stored.items()},
             placements={kind: f"({dtensor_placements(one, mesh, axes)}) over ({', '.join(axes)})" for kind, one in stored.items()},
             alike=self._count_alike(("parameter", name)),
@@ -101,7 +111,7 @@ class _Explaining:
             others={kind: self._others((kind, name)) for kind in decided} if self.searched else None,
         )
 
-    def _readers(self, key: Key) -> Iterator[Reader]:
+    def _readers(self, key: Key) -> Iterator[ParameterReader]:
         value = self.made.get(key)
         if value is None:
             return
@@ -112,7 +122,7 @@ class _Explaining:
             seconds = self.model.moves.seconds(lies, wants, float(size)) if lies != wants else 0.0
             held = max(self.model.operators.held_bytes(value, form[0]) for form in (lies, wants))
             move = "as it lies" if lies == wants else collectives(self.model, lies, wants) if seconds else "its part of it"
-            yield Reader(reader=_reader(reading), move=move, bytes=int(held), seconds=float(seconds))
+            yield ParameterReader(reader=_reader(reading), move=move, bytes=int(held), seconds=float(seconds))
 
     def _option_of(self, key: Key, reading: Reading) -> Option:
         reader = reading.reader if reading.reader in self.model.folded.of else key
@@ -131,9 +141,9 @@ class _Explaining:
         number = self.model.folded.of[key]
         return float(self.model.own[number][self.pick[number]]) / self.model.count(number)
 
-    def _operator_choice(self, node: Node) -> Chosen:
+    def _operator_choice(self, node: Node) -> OperatorChoice:
         decision = self.search.space.decisions[node]
-        return Chosen(
+        return OperatorChoice(
             operator=decision_text(node),
             splits=self._option_text(decision, self.alternatives.taken_option(node)),
             seconds=self._own_s(node),
@@ -162,9 +172,9 @@ class _Explaining:
         nodes = (node for stage in self.program.stages.values() for node in stage.graph.nodes)
         return next((node for node in nodes if node.name == found[1] and node.op == "call_function" and has_record(node)), None)
 
-    def _line_origin(self, node: Node) -> Made:
+    def _line_origin(self, node: Node) -> ProgramLine:
         record = records(node)[0]
-        return Made(
+        return ProgramLine(
             operator=op_name(node), lies="" if record.sharding is None else str(record.sharding), source=str(record.source),
             code=record.source.code, reason=record.reason,
         )  # fmt: skip

@@ -38,27 +38,28 @@ from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_counts import OptimizerCounts
 from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program, runs_restored
 from meshc.runtime.state.store import Store
-from meshc.text import show
+from meshc.text import printer
 
 LOOKED_AT = "values looked at in a call"
 
 if TYPE_CHECKING:
     from meshc.api import explaining, pretrained, rebalancing, saving
-    from meshc.cost import call
+    from meshc.cost import call_timeline
     from meshc.passes import dump
     from meshc.passes.driver import compile_program as driver
     from meshc.pipelining import draw
     from meshc.pipelining.timing import Timeline
-    from meshc.report import explained, html, page, searched, summary
-    from meshc.report.rebalanced import Report
+    from meshc.report import explanation, html, page, search_tables, summary
+    from meshc.report.rebalance_report import Report
     from meshc.runtime.saved import initial_values
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
     pretrained, rebalancing, saving = (LazyModule(f"meshc.api.{name}") for name in ("pretrained", "rebalancing", "saving"))
-    explained, html, page, searched, summary = (
-        LazyModule(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
+    explained, html, page, search_tables, summary = (
+        LazyModule(f"meshc.report.{name}") for name in ("explanation", "html", "page", "search_tables", "summary")
     )
-    call, draw, initial_values = (LazyModule(f"meshc.{name}") for name in ("cost.call", "pipelining.draw", "runtime.saved.initial_values"))
+    call_timeline, draw = LazyModule("meshc.cost.call_timeline"), LazyModule("meshc.pipelining.draw")
+    initial_values = LazyModule("meshc.runtime.saved.initial_values")
 
 
 class Program:
@@ -360,7 +361,7 @@ class Program:
         return self.compilations.last.made.lower_here()
 
     def __str__(self) -> str:
-        return show.print_program(self.general)
+        return printer.print_program(self.general)
 
     def summary(self, device: str | None = None) -> str:
         """Tables: parameters with placements and bytes per rank; stages; collectives; memory, by kind, drawn over a call, and the largest
@@ -368,7 +369,7 @@ class Program:
         where a pipeline left a choice."""
         made = self.compilations.last.made
         own = summary.summary(self.compiled, device, self.options.budget)
-        tables = (own, searched.weighed(made.weighed), searched.searched(made.tried))
+        tables = (own, search_tables.plan_candidates_table(made.weighed), search_tables.stage_candidates_table(made.tried))
         return "\n".join(table for table in tables if table)
 
     def timeline(self, path: str | Path | None = None) -> Timeline:
@@ -379,7 +380,7 @@ class Program:
         The timeline has `events`, `makespan_s`, `bubble` and more. Without a pipeline it has one row, since all ranks do the same.
         MESHC_TRACE writes the same of a real run (docs/pipelines.md). Raises PlanError for a path of another kind.
         """
-        line = call.predicted(self.compiled)
+        line = call_timeline.predict_timeline(self.compiled)
         if path is not None:
             draw.write(line, path)
         return line
@@ -407,7 +408,7 @@ class Program:
         best alternatives, with what each costs more and where that falls. Of a value of forward ("value:layers.3.mlp.act", its name,
         or a line of the model, "model.py:12") whether backward finds it kept, recomputes it or has it fetched from the host: who said so,
         its bytes, what that takes, and which line of a plan would change it. Raises PlanError for a name that nothing has."""
-        return explained.text(explaining.explain_choice(self.lowered, self.general, self.asked.plan, name))
+        return explanation.text(explaining.explain_choice(self.lowered, self.general, self.asked.plan, name))
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

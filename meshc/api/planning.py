@@ -11,8 +11,8 @@ import torch
 
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.options import Options
-from meshc.cost.devices import Device, assumed
-from meshc.cost.weigh import weigh
+from meshc.cost.candidate_price import price_candidate
+from meshc.cost.devices import Device, assume_device
 from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
@@ -21,8 +21,8 @@ from meshc.passes.driver import compile_program as driver
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan import Plan
+from meshc.plan.plan_candidate import PlanCandidate
 from meshc.plan.recipes import PlanLike
-from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
 
 
@@ -38,7 +38,7 @@ class PlanResult:
     mesh: Mesh
     plan: Plan | None = None
     program: PlainProgram | None = None
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[PlanCandidate, ...] = ()
     seconds: float = 0.0
     solved_s: float = 0.0
     refused: MeshcError | None = None
@@ -60,7 +60,7 @@ class Planner:
         """What is found on a mesh whose ranks have this device each. `beaten_s`: of a plan on another mesh; what cannot be faster is
         refused as Beaten. Raises MeshcError for what no other mesh would change."""
         asked = CompileArguments(self.what, mesh, plan, "global", "plain", "eager", None, options)
-        with assumed(device), torch.set_grad_enabled(self.grad):
+        with assume_device(device), torch.set_grad_enabled(self.grad):
             request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None, beaten_s=beaten_s)
             if self._placed is None:
                 self._placed = driver.place(request)
@@ -70,7 +70,7 @@ class Planner:
                 return PlanResult(mesh, refused=error.in_context(lambda: self._trying(device)))
             except (CompileError, PlanError, ScheduleError) as error:
                 return PlanResult(mesh, refused=error)
-            weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, device)[0],)
+            weighed = left.weighed or (price_candidate(PlanCandidate("as given", str(left.plan)), program, device)[0],)
             holds, budget = int(weighed[0].holds or 0), options.memory_budget
             if isinstance(budget, int) and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
@@ -80,5 +80,5 @@ class Planner:
 
     @contextmanager
     def _trying(self, device: Device) -> Iterator[None]:
-        with assumed(device), torch.set_grad_enabled(self.grad):
+        with assume_device(device), torch.set_grad_enabled(self.grad):
             yield

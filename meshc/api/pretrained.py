@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshc.errors import ArtifactError, StateError
-from meshc.files.folders import may_replace, put, replacing, writing
+from meshc.files.folders import may_replace, move_into_place, replacing, writing
 from meshc.files.weight_files import WeightFiles
 from meshc.frontend import adapters, model_init, stock_weights
 from meshc.runtime.saved import weight_loading
@@ -114,7 +114,7 @@ def save_pretrained(program: Program, path: str | os.PathLike[str], **kwargs: An
             for old in target.iterdir() if target.exists() else ():
                 if not (made / old.name).exists() and not old.name.startswith(_WEIGHTS):
                     (shutil.copytree if old.is_dir() else shutil.copy2)(old, made / old.name)
-            put(made, target)
+            move_into_place(made, target)
 
     program.world.from_rank_0(write)
 

@@ -10,8 +10,8 @@ import torch
 
 from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
-from meshc.plan.expert_groups import groups_of
-from meshc.report.rebalanced import Rebalanced, Report, planned
+from meshc.plan.expert_group_counts import groups_of
+from meshc.report.rebalance_report import LayerRebalance, Report, plan_layer_move
 from meshc.runtime.state import moved_experts
 from meshc.runtime.state.store import Store
 
@@ -94,9 +94,9 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
     return found
 
 
-def _plan_placement(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> Rebalanced:
+def _plan_placement(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> LayerRebalance:
     now = moved_experts.current_spread(store, path, groups)
-    return planned(path, loads, now, groups, least, spare, lambda wanted: moved_experts.received_bytes_of_move(store, path, wanted))
+    return plan_layer_move(path, loads, now, groups, least, spare, lambda wanted: moved_experts.received_bytes_of_move(store, path, wanted))
 
 
 def _refuse_differing(store: Store, said: str) -> None:

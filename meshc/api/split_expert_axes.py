@@ -18,7 +18,7 @@ from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
 from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
-from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.products import taken_apart
 from meshc.plan.recipes import PlanLike, resolve
 
@@ -55,7 +55,7 @@ def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Me
     return mesh, plan
 
 
-def _refuse(mesh: Mesh, entry: AxisEntry, term: Term) -> None:
+def _refuse(mesh: Mesh, entry: AxisEntry, term: FactorTerm) -> None:
     if role(entry.axis) in (*DATA_ROLES, "pp"):
         does = "has stages" if role(entry.axis) == "pp" else "splits the batch"
         raise PlanError(

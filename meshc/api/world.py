@@ -19,7 +19,7 @@ from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, re
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.failure.thread_turn import ThreadTurn
-from meshc.text import show
+from meshc.text import printer
 
 Context = contextlib.AbstractContextManager[Any]
 
@@ -97,7 +97,7 @@ class World:
     def agree_on_program(self, compiled: PlainProgram, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> None:
         """Checks after a compilation that all ranks have the same program. read: the Python values that it depends on."""
         if self.board is not None:
-            same = {descriptions.COMPILED: show.hash_program(compiled)}
+            same = {descriptions.COMPILED: printer.hash_program(compiled)}
             self.agree("compile", same, advice=descriptions.advice, behind=partial(descriptions.possible_causes, compiled, module, read))
 
     def refuse_call(self) -> None:

@@ -1,4 +1,4 @@
-"""Tiles that are drawn: an operator that draws a rank's tile of something whole is told of that tile, by which its value is split.
+"""Random tiles: offsets of a draw against the sharding of the drawn value.
 
     u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [tile_start, 0], f32)      rows from tile_start on, of 4 over dp
     y: "f32[batch 4/dp, width 8]" = aten.reshape(u, [2, 8])                            goes
@@ -16,8 +16,8 @@ from typing import Any, cast
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check.moved import Place
 from meshc.check.rings import BACKWARD, FORWARD, named_arguments
+from meshc.check.spmd_shardings import Place
 from meshc.check.types import Wrong
 from meshc.ir import spmd
 from meshc.ir.sharding import Sharding
@@ -49,12 +49,12 @@ def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapp
             tile = f"{place.size} positions over {'/'.join(place.axes)}"
             raise Wrong(f"{offset} is the start of a tile of {tile}, and {extent} of {size} are drawn")
         split.append(place.axes)
-    lies = next(_of_weights(named) if round_ring else _lies(node, prod(local)), None)
+    lies = next(_of_weights(named) if round_ring else _drawn_sharding(node, prod(local)), None)
     if lies is not None and _of_ranks(split) != _of_ranks([part.axes for _, _, part in lies.parts()]):
-        raise Wrong(f"it draws a tile over {_shown(split)}, and what is drawn for is {lies}")
+        raise Wrong(f"it draws a tile over {_axes_text(split)}, and what is drawn for is {lies}")
 
 
-def _lies(node: Node, count: int) -> Iterator[Sharding]:
+def _drawn_sharding(node: Node, count: int) -> Iterator[Sharding]:
     """How what is drawn lies: by its line, those that view it or take it out of several, or the operand that it is drawn for."""
     for one in (node, *(user for user in node.users if user.op != "output"), *node.all_input_nodes):
         record = ir.records(one)[0]
@@ -74,5 +74,5 @@ def _of_ranks(runs: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [found for run in runs if (found := tuple(axis for axis in run if axis not in spmd.SEQUENTIAL))]
 
 
-def _shown(runs: Sequence[tuple[str, ...]]) -> str:
+def _axes_text(runs: Sequence[tuple[str, ...]]) -> str:
     return ", ".join("/".join(run) for run in runs) or "nothing"

@@ -1,10 +1,10 @@
-"""What is asked of operands' values before an operator of a program that was read from a text runs.
+"""Guards of a loaded program's operators: checks of operand values before a kernel that trusts them runs.
 
 A kernel that walks memory by numbers which it finds in its operands (indices, offsets, lengths) reads and writes wherever these say. What a
 program is compiled to in this process gives such kernels what torch gave them when it was traced; of a text that anybody may have written
 nothing is known, so each of them has a guard here, and memory that nobody has written is zero.
 
-    TRUSTING[op]      rules over its operands (`trusting.py`): ValueError says which does not hold, and the operator does not run
+    TRUSTING[op]      rules over its operands (`unchecked_kernels.py`): ValueError says which does not hold, and the operator does not run
 
 The types have been checked before (`stage.py`), rules of shapes with them; they are asked once more of the operands that have come.
 """
@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from meshc.check.trusting import TRUSTING, fault
+from meshc.check.unchecked_kernels import TRUSTING, fault
 from meshc.ir.functions import Function, Target
 from meshc.private import OpOverload
 
@@ -38,10 +38,10 @@ def is_guarded(target: Target) -> bool:
     return target in EMPTY or target in TRUSTING
 
 
-def guarded(target: Target, function: Function) -> Function:
+def guard_function(target: Target, function: Function) -> Function:
     """`function`, which does what the operator `target` does, after its guard."""
     if target in EMPTY:
-        return _zeroed(function)
+        return _zero_result(function)
     if not isinstance(target, OpOverload) or target not in TRUSTING:
         return function
 
@@ -54,7 +54,7 @@ def guarded(target: Target, function: Function) -> Function:
     return after_guard
 
 
-def _zeroed(function: Function) -> Function:
+def _zero_result(function: Function) -> Function:
     def zeros(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs).zero_()
 

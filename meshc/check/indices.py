@@ -1,10 +1,10 @@
-"""Indices that are looked at before an operator reads by them: for the rows that this operator has, and no others.
+"""Ranges of checked indices against the rows of the operators that read by them.
 
     i: "i64[4]" = meshc.check_index(x, 0, 255, None, "x", "", True)
     y: "f32[4, h 8]" = aten.embedding(w, i)         w is [vocab 256, h 8]: refused, 0 to 255 are its rows
 
-Looked at is what is checked itself, what is only moved or cut out of it, and its place in a rank's tile of the rows (`tiles.py`), in any
-stage. Where a line's types do not say of how many rows it reads a tile, nothing is said.
+Looked at is what is checked itself, what is only moved or cut out of it, and its place in a rank's tile of the rows (`tile_indices.py`),
+in any stage. Where a line's types do not say of how many rows it reads a tile, nothing is said.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from meshc import ir
-from meshc.check.ruled import Rules
-from meshc.check.tiles import READS, WRITES, TileIndices, dim_of
+from meshc.check.rule_shardings import RulesProtocol
+from meshc.check.tile_indices import READS, WRITES, TileIndices, dim_of
 from meshc.check.types import Wrong
 from meshc.ir import Record, spmd
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take  # noqa: F401 - registers one_hot
 from meshc.program.program import Stage
-from meshc.text.allowed import spelling
+from meshc.text.allowed_operators import spelling
 
 CHECK: Final = torch.ops.meshc.check_index.default
 ONE_HOT: Final = torch.ops.meshc.one_hot.default
@@ -32,7 +32,7 @@ Check = tuple[str, Node]
 """A stage, and a line of it that looks at an index."""
 
 
-def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: Rules) -> Iterator[tuple[str, str, str]]:
+def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: RulesProtocol) -> Iterator[tuple[str, str, str]]:
     """(stage, value, what is wrong) for every line that goes by an index as it is in another rank's tile, and for every check of another
     range than that of who reads by what it has let through."""
     handed: dict[str, frozenset[Check]] = {}
@@ -46,7 +46,7 @@ def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: Rules) 
                     tiles.visit(node)
                 except Wrong as wrong:
                     yield stage.name, node.name, f"{node.name} = {spelling(node.target)}(...): {wrong}"
-                come = [behind.get(one, frozenset()) for one in _moved(node, rules, tiles)]
+                come = [behind.get(one, frozenset()) for one in _index_sources(node, rules, tiles)]
                 behind[node] = frozenset().union(*come, [(stage.name, node)] if node.target is CHECK else [])
                 misread = _misread(node, behind, rules, tiles)
                 yield from ((name, check.name, f"{check.name}: {why}") for (name, check), why in misread.items())
@@ -55,7 +55,7 @@ def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: Rules) 
             handed[key] = handed.get(key, frozenset()) | behind.get(value, frozenset())
 
 
-def _moved(node: Node, rules: Rules, tiles: TileIndices) -> list[Node]:
+def _index_sources(node: Node, rules: RulesProtocol, tiles: TileIndices) -> list[Node]:
     """The operands whose integers a result holds, but for padding, and no others; or places of theirs in a tile."""
     if node.target is CHECK or node.target in spmd.FUNCTIONS.values() or ir.is_getitem(node) or rules.only_moves(node):
         return node.all_input_nodes
@@ -63,7 +63,7 @@ def _moved(node: Node, rules: Rules, tiles: TileIndices) -> list[Node]:
     return [] if index is None else [index]
 
 
-def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: Rules, tiles: TileIndices) -> dict[Check, str]:
+def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: RulesProtocol, tiles: TileIndices) -> dict[Check, str]:
     tensors = [one for one in ir.operands(node) if not ir.is_integer(one)]
     if node.target is CHECK or not any(behind.get(one) for one in tensors):
         return {}

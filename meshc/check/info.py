@@ -1,4 +1,4 @@
-"""What a saved program says beside its text (`PlainProgram.info`) is read by what runs and shows it: each entry is of its kind or refused.
+"""Entries of a saved program beside its text (`PlainProgram.info`): each is of the kind that its readers take, or refused.
 
     {"seed": 0, "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
 """
@@ -38,7 +38,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _is_row(value: object) -> bool:
-    """As `meshc.cost.work.Work.plain` writes it."""
+    """As `meshc.cost.divided_work.Work.plain` writes it."""
     if not isinstance(value, list) or len(value) != 5:
         return False
     *words, flops, by_axis = value

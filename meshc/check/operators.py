@@ -1,4 +1,4 @@
-"""An operator on operands without values: shapes, dtypes and strides of what it makes.
+"""Shapes, dtypes and strides of an operator's results, from meta tensors.
 
 Torch's meta kernels and the fakes of meshc's own operators say it; they allocate nothing and read nothing. What they would believe
 without looking is looked at here: numbers that a product of sizes would wrap, lists of as many results as a size says.
@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.check.trusting import fault
 from meshc.check.types import MOST_EXTENT, Wrong
+from meshc.check.unchecked_kernels import fault
 from meshc.private import OpOverload
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ PIECES: Final[Mapping[OpOverload, Callable[..., int]]] = {
 """How many results an operator that gives a list of them has."""
 
 
-def made_by(
+def infer_result(
     target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], count: int
 ) -> Tensor | int | Sequence[Tensor | int] | None:
     """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""

@@ -1,4 +1,4 @@
-"""In which order the tiles of what is split lie (`meshc/ir/sharding.py`): what operators take, and the exchange that changes it.
+"""Order of tiles (`meshc/ir/sharding.py`): natural or zigzag, as operators take it, and the exchanges between the two.
 
     cumsum of [batch 4, seq 8/cp~zigzag] along seq               does not go: it takes natural order
     add of [seq 8/cp~zigzag] and [seq 8/cp]                      does not go: it takes one order
@@ -16,19 +16,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.check.spread import Parts, Spread, shown
+from meshc.check.inferred_sharding import InferredSharding, Parts, dim_text
 from meshc.check.types import Wrong
 from meshc.ir import op_name
 from meshc.ir.sharding import ZIGZAG, local_size
 
 if TYPE_CHECKING:
-    from meshc.check.ruled import Rule, Rules
+    from meshc.check.rule_shardings import RuleProtocol, RulesProtocol
 
 aten = torch.ops.aten
 
 
 def check(
-    node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Sequence[Spread], piece: bool, sizes: Mapping[str, int]
+    node: Node,
+    names: Sequence[str],
+    rule: RuleProtocol,
+    rules: RulesProtocol,
+    given: Sequence[InferredSharding],
+    piece: bool,
+    sizes: Mapping[str, int],
 ) -> None:
     """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'. A `piece` of what a rule
     makes of an operator may take any order: what it gives is looked at where a line says again how a value lies."""
@@ -38,44 +44,48 @@ def check(
             if parts is None:
                 continue
             here = f"dim {place} of {name}"
-            if letter in rule.zigzag and not turned(parts):
-                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in {ZIGZAG} order")
-            if letter in rule.zigzag and not _halved(parts, sizes):
-                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in halves, and half a rank's tile is no whole position")
-            if not piece and turned(parts) and not rules.in_any_order(node, rule, letter):
-                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in natural order")
+            if letter in rule.zigzag and not is_reordered(parts):
+                raise Wrong(f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in {ZIGZAG} order")
+            if letter in rule.zigzag and not _has_own_halves(parts, sizes):
+                raise Wrong(
+                    f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in halves, and half a rank's tile is no whole position"
+                )
+            if not piece and is_reordered(parts) and not rules.in_any_order(node, rule, letter):
+                raise Wrong(f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in natural order")
             known, who = found.setdefault(letter, (parts, here))
             if _axes(known) == _axes(parts) and _cuts(known) != _cuts(parts):
-                raise Wrong(f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them in one order")
+                raise Wrong(f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(node)} takes them in one order")
 
 
-def check_natural(given: Spread, dim: int, does: str) -> None:
+def check_natural(given: InferredSharding, dim: int, does: str) -> None:
     """Raises Wrong where what reads neighbours, or counts positions, would read another order."""
     parts = given.dims[dim]
-    if parts is not None and turned(parts):
-        raise Wrong(f"it {does} along dim {dim} of its operand, which is [{shown(parts)}] and not in natural order")
+    if parts is not None and is_reordered(parts):
+        raise Wrong(f"it {does} along dim {dim} of its operand, which is [{dim_text(parts)}] and not in natural order")
 
 
-def reordered(given: Spread, dim: int, axes: Sequence[str], before: str, after: str, sizes: Mapping[str, int]) -> Spread:
+def reorder_dim(
+    given: InferredSharding, dim: int, axes: Sequence[str], before: str, after: str, sizes: Mapping[str, int]
+) -> InferredSharding:
     """What lies in the order `after` along a dim that these axes split and that lies in the order `before`. Raises Wrong where it does not;
     where tiles have no halves of their own (padding), no order says how it lies then."""
     parts = given.dims[dim]
     split = [part for part in parts or () if part.axes]
     ours = parts is not None and len(split) == 1 and list(split[0].axes) == list(axes)
     if parts is not None and ours and split[0].order != before:
-        raise Wrong(f"it takes dim {dim} of its operand, which is [{shown(parts)}], in another order than {before or 'the natural one'}")
-    if parts is None or not ours or not _halved(parts, sizes):
-        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), runs=given.splits())
+        raise Wrong(f"it takes dim {dim} of its operand, which is [{dim_text(parts)}], in another order than {before or 'the natural one'}")
+    if parts is None or not ours or not _has_own_halves(parts, sizes):
+        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), runs=given.axis_runs())
     row = tuple(replace(part, order=after) if part is split[0] else part for part in parts)
     return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
 
 
-def turned(parts: Parts) -> bool:
+def is_reordered(parts: Parts) -> bool:
     """Whether anything of a dim lies in another order than the natural one."""
     return any(part.order for part in parts)
 
 
-def _halved(parts: Parts, sizes: Mapping[str, int]) -> bool:
+def _has_own_halves(parts: Parts, sizes: Mapping[str, int]) -> bool:
     """Whether the halves of a rank's positions of a dim are those of the tile of the part that is split."""
     place = next(place for place, part in enumerate(parts) if part.axes)
     before, inside = (prod(part.size for part in some) for some in (parts[:place], parts[place + 1 :]))

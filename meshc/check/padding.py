@@ -1,4 +1,4 @@
-"""Padding: what the positions hold that are there only so that axes split evenly, and who may read them.
+"""Padding: the contents of positions added so that axes split evenly, and the operators that may read them.
 
     x: "f32[batch 5/dp, in 4] pad(zero: 0.0)" = shard(y, 0, 2, coordinate)       a tile is filled up with zeros
     h: "f32[batch 5/dp, out 8]" = aten.addmm(b, x, w)                            and now holds anything
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check.ruled import Rule
-from meshc.check.spread import Spread, padded_axes, shown
+from meshc.check.inferred_sharding import InferredSharding, dim_text, padded_axes
+from meshc.check.rule_shardings import RuleProtocol
 from meshc.check.types import Wrong
 from meshc.ir.reductions import as_integer
 from meshc.ir.sharding import Sharding
@@ -31,7 +31,7 @@ def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes:
             raise Wrong(f"its type says that the padding of [{part}] is zero; as its line makes it, it holds anything")
 
 
-def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spread], sizes: Mapping[str, int]) -> None:
+def check_sums(node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
     """Raises Wrong for an operand that is summed over with its padding, which is not what adds nothing. `names` are the operands'."""
     if rule.kind == "layout":
         return
@@ -44,5 +44,5 @@ def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spr
         for letter, parts in zip(dims, spread.dims, strict=True):
             for part in parts or () if clean or letter in summed else ():
                 if any(spread.padding.get(axis, neutral) != neutral for axis in padded_axes(part, sizes)):
-                    told = f"it takes the padding of {name} in, which is [{shown(parts or ())}] and holds anything there"
+                    told = f"it takes the padding of {name} in, which is [{dim_text(parts or ())}] and holds anything there"
                     raise Wrong(f"{told}: mask it with {neutral}")

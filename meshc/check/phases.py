@@ -1,4 +1,4 @@
-"""Phases: a value of a training step is of forward, backward or update, and reads none of a later one.
+"""Phases: a value of forward, backward or update reads no value of a later phase.
 
 The side table says which; of a line that it does not know, one that was written in by hand, its operands say it.
 """
@@ -12,7 +12,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.ir import PHASES, Source
 from meshc.program.program import Stage
-from meshc.text.allowed import spelling
+from meshc.text.allowed_operators import spelling
 
 
 def faults(stage: Stage) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Keys that pass round: whose tile a value is after so many shifts, and whose an attention to it says that it is.
+"""Ring attention: the rank whose tile each shifted value is, against the tile that the attention's arguments describe.
 
     k_1: "f32[..]" = ring_shift(k, ["cp"], 1)              the tile of the rank 1 place before this one along cp
     c_1: "int" = ring_place(coordinate, 1, 3)              that rank's coordinate
@@ -20,8 +20,8 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check.moved import Place
-from meshc.check.spread import Spread, shown
+from meshc.check.inferred_sharding import InferredSharding, dim_text
+from meshc.check.spmd_shardings import Place
 from meshc.check.types import Wrong
 from meshc.ir.window import tile_length
 from meshc.ops import attention as _attention  # noqa: F401 - likewise
@@ -50,22 +50,22 @@ OF_BIAS: Final = 3
 Back = Mapping[tuple[str, ...], int]
 
 
-def backs(
-    node: Node, given: Mapping[Node, Spread], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
+def ring_offsets(
+    node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
 ) -> list[Back]:
     """Whose tiles each of an operator's `count` results is: axes -> how many places before. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
-        return [beside([*given.values()])]
+        return [common_offsets([*given.values()])]
     if node.target in CAUSAL:
         _check_start(named_arguments(node), given, places)
     if node.target not in (*FORWARD, *BACKWARD):
-        return [_together(given)] * count
-    keys = _of_block(node, given, places, sizes)
+        return [_shared_offsets(given)] * count
+    keys = _block_offsets(node, given, places, sizes)
     columns = [place for place in range(1, count) if node.target in BACKWARD and not (place == OF_BIAS and _is_same_for_keys(node))]
     return [keys if place in columns else {} for place in range(count)]
 
 
-def beside(given: Sequence[Spread]) -> Back:
+def common_offsets(given: Sequence[InferredSharding]) -> Back:
     """Of what is put beside each other: tiles of several ranks may be."""
     return {axes: back for axes, back in given[0].back.items() if all(one.back.get(axes) == back for one in given)}
 
@@ -82,23 +82,23 @@ def named_arguments(node: Node) -> dict[str, Any]:
     return {argument.name: given.get(argument.name, argument.default_value) for argument in rows}
 
 
-def _check_start(named: Mapping[str, Any], given: Mapping[Node, Spread], places: Mapping[object, Place | None]) -> None:
+def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None]) -> None:
     """Raises Wrong where queries are split and a causal mask does not go from the start of their tile on."""
     q = named["q"]
     parts, start = given[q].dims[2], places.get(named.get("start"))
     _check_number("start", start, 0, q, given)
     if named["causal"] and parts and parts[0].axes and start is None:
-        raise Wrong(f"{q} is [{shown(parts)}] along dim 2, and its causal mask starts at {named['start']} on all ranks")
+        raise Wrong(f"{q} is [{dim_text(parts)}] along dim 2, and its causal mask starts at {named['start']} on all ranks")
 
 
-def _together(given: Mapping[Node, Spread]) -> Back:
+def _shared_offsets(given: Mapping[Node, InferredSharding]) -> Back:
     if len(given) == 1:  # of what changes alone it is known whose it is also where its dims are not
         (spread,) = given.values()
-        return {**{(axis,): 0 for axis in spread.split() or ()}, **spread.back}
+        return {**{(axis,): 0 for axis in spread.split_axes() or ()}, **spread.back}
     found: dict[tuple[str, ...], tuple[int, Node]] = {}
     for axes in {axes for spread in given.values() for axes in spread.back}:
         for one, spread in given.items():
-            back = _back(spread, axes)
+            back = _known_offset(spread, axes)
             known, who = found.setdefault(axes, (back, one)) if back is not None else (None, one)
             if known != back:
                 raise Wrong(f"{who} is {whose(known or 0, axes)}, {one} {whose(back or 0, axes)}: it takes those of one rank")
@@ -109,14 +109,16 @@ def whose(back: int, axes: Sequence[str]) -> str:
     return f"of the rank {back} before this one along {'/'.join(axes)}" if back else "of this rank"
 
 
-def _back(spread: Spread, axes: tuple[str, ...]) -> int | None:
+def _known_offset(spread: InferredSharding, axes: tuple[str, ...]) -> int | None:
     """None where it is not known, as of what is not split over these axes."""
     if axes in spread.back:
         return spread.back[axes]
-    return 0 if spread.split() is not None and set(axes) & (spread.split() or frozenset()) else None
+    return 0 if spread.split_axes() is not None and set(axes) & (spread.split_axes() or frozenset()) else None
 
 
-def _of_block(node: Node, given: Mapping[Node, Spread], places: Mapping[object, Place | None], sizes: Mapping[str, int]) -> Back:
+def _block_offsets(
+    node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int]
+) -> Back:
     """Whose block of keys it is, of which all its operands and numbers must be."""
     named = named_arguments(node)
     for name in OF_QUERIES:
@@ -131,7 +133,7 @@ def _of_block(node: Node, given: Mapping[Node, Spread], places: Mapping[object, 
         raise Wrong(f"its {' and '.join(name for name, _ in told)} are numbers of tiles of different sizes")
     for name in ("k", "v", "bias"):
         if isinstance(one := named.get(name), Node):
-            found = given[one].back.get(axes) if name == "bias" else _back(given[one], axes)
+            found = given[one].back.get(axes) if name == "bias" else _known_offset(given[one], axes)
             if found not in (None, back):
                 raise Wrong(f"{one} is {whose(found or 0, axes)}, and {told[0][0]} is {whose(back, axes)}: it takes those of one rank")
     ranks = prod(sizes[axis] for axis in axes)
@@ -149,7 +151,7 @@ def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None]
     yield from (("offsets", place) for place in own[-1:])
 
 
-def _check_number(name: str, place: Place | None, back: int, x: Node, given: Mapping[Node, Spread]) -> None:
+def _check_number(name: str, place: Place | None, back: int, x: Node, given: Mapping[Node, InferredSharding]) -> None:
     """Raises Wrong for a number of another rank's tile, or of a tile of something else than dim 2 of x: of q, or k."""
     if place is None:
         return
@@ -164,4 +166,4 @@ def _check_number(name: str, place: Place | None, back: int, x: Node, given: Map
         return
     unit = prod(part.size for part in parts[1:])
     if (place.size, place.unit, place.starts) != (parts[0].size, unit, name != "real"):
-        raise Wrong(f"its {name} is a number of tiles of {place.size} positions of {place.unit}, and along dim 2 lies [{shown(parts)}]")
+        raise Wrong(f"its {name} is a number of tiles of {place.size} positions of {place.unit}, and along dim 2 lies [{dim_text(parts)}]")

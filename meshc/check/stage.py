@@ -1,4 +1,4 @@
-"""One stage, a line at a time: the type that each value is declared to have against the one that its operator gives it.
+"""Type of each value of a stage: the declared one against the one that its operator returns.
 
     mm: "f32[batch 8/dp, ffn 12/tp]" = aten.mm(x, w)      x [4, 6] and w [6, 3] on a rank give [4, 3]: so must the tile of the type
 
@@ -16,8 +16,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from meshc import ir
-from meshc.check import operators, placed
-from meshc.check.memory import OWN, writes
+from meshc.check import operators, spmd_types
+from meshc.check.overwrites import OWN, writes
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
@@ -25,8 +25,8 @@ from meshc.ir.keys import kind_of
 from meshc.ops.in_place import WRITERS
 from meshc.private import OpOverload
 from meshc.program.program import Stage
-from meshc.text.allowed import FUNCTIONS, refusal, spelling
-from meshc.text.show import print_type
+from meshc.text.allowed_operators import FUNCTIONS, refusal, spelling
+from meshc.text.printer import print_type
 
 aten = torch.ops.aten
 Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
@@ -50,16 +50,16 @@ def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         key = next(keys) if node.op == "placeholder" else None
         roots[node] = _roots(node, roots) if key is None else frozenset({key})
         try:
-            values[node] = _declared(node, sizes)
+            values[node] = _declared_value(node, sizes)
             if node.op == "call_function":
-                values[node] = _made(node, values, roots, sizes)
+                values[node] = _computed_value(node, values, roots, sizes)
         except Wrong as wrong:
             what = f"{node.name} = {spelling(node.target)}(...)" if node.op == "call_function" else f"the parameter {node.name}"
             yield node.name, f"{what}: {wrong}"
             values.setdefault(node, None)
 
 
-def _declared(node: Node, sizes: Mapping[str, int]) -> Value:
+def _declared_value(node: Node, sizes: Mapping[str, int]) -> Value:
     """Values without numbers in them, as declared."""
     if not ir.has_record(node):
         raise Wrong('it has no type; a line is NAME: "TYPE" = OPERATOR(ARGUMENTS)')
@@ -73,10 +73,10 @@ def _declared(node: Node, sizes: Mapping[str, int]) -> Value:
 
 
 def _empty(record: Record) -> Tensor | int:
-    return placed.INTEGER if record.dtype is None else torch.empty(record.shape, dtype=record.dtype, device="meta")
+    return spmd_types.INTEGER if record.dtype is None else torch.empty(record.shape, dtype=record.dtype, device="meta")
 
 
-def _made(node: Node, values: Mapping[Node, Value], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Value:
+def _computed_value(node: Node, values: Mapping[Node, Value], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Value:
     """What the node's operator gives, which is what is declared, or Wrong is raised."""
     args = map_arg(node.args, lambda operand: values[operand])
     kwargs = map_arg(node.kwargs, lambda operand: values[operand])
@@ -84,13 +84,13 @@ def _made(node: Node, values: Mapping[Node, Value], roots: Mapping[Node, frozens
     if ir.is_getitem(node):
         found = _item(*cast(tuple[Value, object], args), **cast(dict[str, int], kwargs))
     elif node.target in FUNCTIONS.values():
-        found = placed.made_by(node.target, args, kwargs, sizes)
+        found = spmd_types.infer_result(node.target, args, kwargs, sizes)
     else:
         if why := refusal(node.target):
             raise Wrong(f"its operator is not on the allow-list: {why}")
         _check_writes(node, roots)
         _check_places(node, values)
-        found = operators.made_by(cast(OpOverload, node.target), args, kwargs, len(declared) if isinstance(declared, tuple) else 1)
+        found = operators.infer_result(cast(OpOverload, node.target), args, kwargs, len(declared) if isinstance(declared, tuple) else 1)
     _compare(found, declared, sizes)
     return found
 
@@ -109,16 +109,16 @@ def _compare(found: Value, declared: Record | tuple[Record, ...], sizes: Mapping
             _compare(one, record, sizes)
         return
     if isinstance(declared, tuple) or isinstance(found, list | tuple):
-        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}")
+        raise Wrong(f"its operator gives {_value_text(found)}, declared is {print_type(declared, sizes)}")
     fits = isinstance(found, Tensor) == (declared.dtype is not None)
     if not fits or isinstance(found, Tensor) and (tuple(found.shape) != tuple(declared.shape) or found.dtype != declared.dtype):
         local = "" if declared.sharding is None else f", {list(declared.shape)} on a rank"
-        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}{local}")
+        raise Wrong(f"its operator gives {_value_text(found)}, declared is {print_type(declared, sizes)}{local}")
 
 
-def _shown(found: Value) -> str:
+def _value_text(found: Value) -> str:
     if isinstance(found, list | tuple):
-        return f"({', '.join(map(_shown, found))})"
+        return f"({', '.join(map(_value_text, found))})"
     return print_type(Record(tuple(found.shape), found.dtype)) if isinstance(found, Tensor) else "int"
 
 

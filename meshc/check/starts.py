@@ -1,4 +1,4 @@
-"""Collectives that start while the microbatches run: what may start so, and when.
+"""Collectives started while microbatches run: the stages that may be started, and the positions of their starts.
 
     start(stage="start_r", microbatch=3, keys=("sum:g",), during="each")     sum:g is whole within each of microbatch 3; start_r reads it
     run(stage="after")                                                       reads early:r, which is on its way
@@ -74,10 +74,10 @@ def faults_of_lists(program: PlainProgram) -> Iterator[str]:
     """What is wrong with where things start, in words."""
     for coordinates in ranks_of(program):
         rank = "".join(f"rank {place} of {axis}: " for axis, place in coordinates.items())
-        yield from (rank + why for why in _misplaced(steps_of(program, coordinates), program.stages))
+        yield from (rank + why for why in _faults_of_positions(steps_of(program, coordinates), program.stages))
 
 
-def _misplaced(steps: Sequence[Instruction], stages: Mapping[str, Stage]) -> Iterator[str]:
+def _faults_of_positions(steps: Sequence[Instruction], stages: Mapping[str, Stage]) -> Iterator[str]:
     come = {key: step.peer for step in steps if step.op == "recv" for key in step.keys}
     last_added = {step.into: position for position, step in enumerate(steps) if step.op in BEHIND_A_RUN}
     began: set[str] = set()
@@ -93,7 +93,7 @@ def _misplaced(steps: Sequence[Instruction], stages: Mapping[str, Stage]) -> Ite
         elif step.op != "start":
             run = None
         else:
-            yield from _mistimed(step, stages.get(step.stage), run, grown)
+            yield from _faults_of_timing(step, stages.get(step.stage), run, grown)
             if step.stage in began:
                 yield f"{step.stage} starts twice"
             began.add(step.stage)
@@ -107,7 +107,7 @@ def _misplaced(steps: Sequence[Instruction], stages: Mapping[str, Stage]) -> Ite
                     yield f"{step.stage} starts with {key}, to which {late.stage} of microbatch {late.microbatch} adds afterwards"
 
 
-def _mistimed(step: Instruction, stage: Stage | None, run: Instruction | None, grown: set[str]) -> Iterator[str]:
+def _faults_of_timing(step: Instruction, stage: Stage | None, run: Instruction | None, grown: set[str]) -> Iterator[str]:
     if stage is not None and step.keys != stage.inputs:
         yield f"{step.stage} waits for {', '.join(step.keys) or 'nothing'}, and reads {', '.join(stage.inputs) or 'nothing'}"
     if run is None or (run.stage, run.microbatch) != (step.during, step.microbatch):

@@ -1,4 +1,4 @@
-"""What the type that a program's text declares may be, whatever makes the value.
+"""Bounds of declared types: extents, bytes, dims, and shardings that fit the axes and the local shape.
 
 Bounds are far above what a program holds and far below where the arithmetic of 64 bits ends: a kernel that multiplies extents never wraps.
 """

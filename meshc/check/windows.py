@@ -1,4 +1,4 @@
-"""Windows: what a halo brings to a rank's tile against what the operator that reads it does, and the way back.
+"""Halo windows against the windows of the operators that read them, and of their sums in backward.
 
     h: "f32[4, 8, 10, 16]" = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
     y: "f32[batch 4, out 8, height 16/cp, width 16]" = aten.convolution(h, w, None, [1, 1], [0, 1], ...)       kernel 3
@@ -27,8 +27,8 @@ from meshc.ir.window import Window, tile_length
 from meshc.private import OpOverload
 
 if TYPE_CHECKING:
-    from meshc.check.ruled import Rule
-    from meshc.check.spread import Parts, Spread
+    from meshc.check.inferred_sharding import InferredSharding, Parts
+    from meshc.check.rule_shardings import RuleProtocol
 
 
 KNOWN: Final = ("aten", "meshc")
@@ -52,7 +52,7 @@ class Halo:
 
 
 @dataclass(frozen=True)
-class Goes:
+class WindowedDim:
     """How an operator goes along a dim: each of `tile` positions with a window of it.
 
     ends    by how much more is padded behind the whole dim than before it: at least, and at most; None: nothing is padded
@@ -68,16 +68,16 @@ class Goes:
 
 
 def check_windows(
-    node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spread], declared: Sequence[Spread]
-) -> list[dict[int, Halo | Goes]]:
+    node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
+) -> list[dict[int, Halo | WindowedDim]]:
     """Raises Wrong for an operand that is not what an operator by windows reads. How it goes along the dims of each result otherwise."""
-    made: list[dict[int, Halo | Goes]] = [{} for _ in rule.results]
+    made: list[dict[int, Halo | WindowedDim]] = [{} for _ in rule.results]
     extents = _extents(node, rule)
     for place, (letter, (other, window)) in enumerate(rule.windows.items()):
         if letter not in extents or cast(OpOverload, node.target).namespace not in KNOWN:
             continue
-        goes = Goes(ir.op_name(node), window, extents[letter], *_padded(node, place, window), rule.neutral)
-        over = _lies(letter, rule, given, declared)
+        goes = WindowedDim(ir.op_name(node), window, extents[letter], *_padding_range(node, place, window), rule.neutral)
+        over = _parts_of_letter(letter, rule, given, declared)
         for name, row, spread in zip(names, rule.operands, given, strict=True):
             for dim in (dim for dim, one in enumerate(row) if one == other):
                 if isinstance(halo := spread.windows.get(dim), Halo):
@@ -90,14 +90,16 @@ def check_windows(
     return made
 
 
-def _extents(node: Node, rule: Rule) -> dict[str, int]:
+def _extents(node: Node, rule: RuleProtocol) -> dict[str, int]:
     """How many positions of each letter a rank has."""
     shapes = [ir.record(one).shape for one in ir.operands(node) if not ir.is_integer(one)]
     rows = [*zip(rule.operands, shapes, strict=True), *zip(rule.results, (one.shape for one in ir.records(node)), strict=False)]
     return {letter: extent for row, shape in rows for letter, extent in zip(row, shape, strict=False)}
 
 
-def _lies(letter: str, rule: Rule, given: Sequence[Spread], declared: Sequence[Spread]) -> Parts | None:
+def _parts_of_letter(
+    letter: str, rule: RuleProtocol, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
+) -> Parts | None:
     """How a letter lies, by an operand or a result of which that is known."""
     rows = [*zip(rule.operands, given, strict=True), *zip(rule.results, declared, strict=False)]
     dims = [(one, parts) for row, spread in rows for one, parts in zip(row, spread.dims, strict=False)]
@@ -114,19 +116,19 @@ def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
             raise Wrong(f"it is declared a tile of {size} positions, and has windows of {length} elements and stride {stride}")
 
 
-def check_sum(halo: Halo, goes: Goes) -> None:
+def check_sum(halo: Halo, goes: WindowedDim) -> None:
     """Raises Wrong for a sum over other windows than those that its operand was made by."""
     _check_place(halo, goes, "its operand was made")
 
 
-def _check_read(halo: Halo, goes: Goes, over: Parts | None, name: str, dim: int) -> None:
+def _check_read(halo: Halo, goes: WindowedDim, over: Parts | None, name: str, dim: int) -> None:
     _check_size(halo, over, halo.window[0], f"the windows of {name} are those of")
     _check_place(halo, goes, f"dim {dim} of {name} is read")
     if halo.fill != goes.fill:
         raise Wrong(f"beyond the ends of dim {dim} {name} holds {halo.fill}, and {goes.operator} reads {goes.fill} there")
 
 
-def _check_place(halo: Halo, goes: Goes, what: str) -> None:
+def _check_place(halo: Halo, goes: WindowedDim, what: str) -> None:
     over, stride, offset, length = halo.window
     tile, window = tile_length(over, halo.counts), goes.window
     read = window.length(goes.tile)
@@ -151,7 +153,7 @@ def _check_size(halo: Halo, parts: Parts | None, size: int, what: str) -> None:
         raise Wrong(f"{told}, and these are {prod(part.size for part in parts or ())} over {'/'.join(axes)}")
 
 
-def _padded(node: Node, place: int, window: Window) -> tuple[tuple[int, int] | None, int]:
+def _padding_range(node: Node, place: int, window: Window) -> tuple[tuple[int, int] | None, int]:
     """`ends` and `most` of what goes so. Strides leave a rest behind the last window, and an operator that rounds up reaches beyond the
     padding by it; torch pads what is pooled by half a window at most."""
     arguments = cast(OpOverload, node.target)._schema.arguments

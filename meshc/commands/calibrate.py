@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from meshc import environment
-from meshc.cost.calibrate import calibrate, keep
+from meshc.cost.device_calibration import calibrate, keep
 from meshc.runtime.run.link_times import link_times, process_group
 
 

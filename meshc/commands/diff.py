@@ -15,7 +15,7 @@ from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram
-from meshc.report import diff
+from meshc.report import program_diff
 from meshc.report.figures import figures
 
 
@@ -33,11 +33,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     names = (options.one.replace("\\n", "\n"), options.other.replace("\\n", "\n"))
     one, other = (figures(_program_or_plan(name, options), options.device) for name in names)
-    found = diff.differences(one, other)
+    found = program_diff.differences(one, other)
     if options.json:
         print(json.dumps({"one": one, "other": other, "differences": found}, indent=1))
     else:
-        print(harmless(diff.text(found, names)))
+        print(harmless(program_diff.text(found, names)))
 
 
 def _program_or_plan(name: str, options: argparse.Namespace) -> PlainProgram:

@@ -30,7 +30,7 @@ from meshc import environment, package, private, program_cache
 from meshc.commands.target import harmless
 from meshc.cost import devices
 from meshc.errors import ArtifactError, MeshcError, PlanError
-from meshc.files import owned
+from meshc.files import private_folders
 from meshc.ops import philox
 from meshc.report.tables import bytes_text
 from meshc.runtime.comm import connectivity
@@ -220,7 +220,7 @@ def _calibration() -> Finding:
     """Whether predicted times are of this machine."""
     file = environment.device_file()
     try:
-        measured = devices.calibrated()
+        measured = devices.calibrated_devices()
     except ArtifactError as error:
         return Finding("predictions", FAILS, str(error).partition("\n")[0], "delete the file, and `meshc calibrate` writes it anew")
     name = devices.name_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
@@ -235,7 +235,7 @@ def _program_cache() -> Finding:
     """Programs that earlier starts have left on disk."""
     folder = environment.programs_folder()
     place = folder or program_cache.default_folder()
-    found, why = program_cache.size(place), owned.refusal(place) if place.is_dir() else None
+    found, why = program_cache.size(place), private_folders.refusal(place) if place.is_dir() else None
     many = f"{found.programs} program{'s' * (found.programs != 1)}, {bytes_text(found.bytes)}, of {bytes_text(program_cache.MOST)} at most"
     said = f"{place}: {many}" if found.programs else f"{place}: empty"
     if why is not None:

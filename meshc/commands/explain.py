@@ -14,7 +14,7 @@ from meshc.commands.target import harmless, load_target, read_plan
 from meshc.cost import devices
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
-from meshc.report.explained import text
+from meshc.report.explanation import text
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     mesh, plan = Mesh(options.mesh), read_plan(options.plan)
     what, args, kwargs = load_target(options.target)
     grad = isinstance(what, TrainStep) or options.grad
-    with nullcontext() if options.device is None else devices.assumed(devices.named(options.device)):
+    with nullcontext() if options.device is None else devices.assume_device(devices.find_device(options.device)):
         with nullcontext() if grad else torch.no_grad():
             program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=plan)
         found = explain_choice(program.lowered, program.general, program.asked.plan, options.name)

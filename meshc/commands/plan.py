@@ -24,7 +24,7 @@ from meshc.passes.driver.no_faster_plan import NoFasterPlan
 from meshc.passes.driver.nothing_fits import NothingFits, rank_multiple, rounded_size_text
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
-from meshc.report.ranked import Expected, Ranked, expected, expected_text, ideal_seconds, ranked, text
+from meshc.report.plan_ranking import EstimatedPlan, RankedPlan, estimated_plans, expected_text, ideal_seconds, rank_plans, text
 from meshc.report.tables import bytes_text, seconds_text, table
 
 
@@ -48,8 +48,8 @@ class MeshCandidate:
     """A mesh that was looked into, and its plans that keep the budget, the fastest first; `others`: what was estimated and not made."""
 
     found: PlanResult
-    rows: list[Ranked]
-    others: list[Expected]
+    rows: list[RankedPlan]
+    others: list[EstimatedPlan]
 
     @property
     def mesh(self) -> str:
@@ -103,8 +103,8 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
         start, beaten = time.process_time(), None if options.mesh is not None or known == inf else known
         found = planner.on(mesh, read_plan(options.plan), device=device, options=asked, beaten_s=beaten)
         ideal = None if found.program is None else ideal_seconds(found.program, device)
-        rows = ranked(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
-        others = expected(str(Mesh.from_axes(mesh.axes)), found.weighed, budget)
+        rows = rank_plans(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
+        others = estimated_plans(str(Mesh.from_axes(mesh.axes)), found.weighed, budget)
         looked.append(MeshCandidate(found, [row for row in rows if row["holds_bytes"] <= budget], others))
         known = min([known, *(row["step_s"] for row in looked[-1].rows)])
         print(harmless(_progress(looked[-1], time.process_time() - start)), file=sys.stderr, flush=True)
@@ -119,7 +119,9 @@ def _progress(one: MeshCandidate, seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------------------------------- what is said
 
 
-def _result_lines(best: MeshCandidate, listed: list[Ranked], others: list[Expected], looked: list[MeshCandidate], where: str) -> list[str]:
+def _result_lines(
+    best: MeshCandidate, listed: list[RankedPlan], others: list[EstimatedPlan], looked: list[MeshCandidate], where: str
+) -> list[str]:
     weighed = sum(len(one.found.weighed) for one in looked)
     lines = [text(listed, f"{where}: {weighed} plans weighed on {len(looked)} mesh{'es' * (len(looked) > 1)}"), ""]
     if others:
@@ -143,7 +145,9 @@ def _compile_command(options: argparse.Namespace, best: MeshCandidate, plan: Pat
     return shlex.join(["python", "-m", "meshc", "compile", *words])
 
 
-def _result_json(best: MeshCandidate, listed: list[Ranked], others: list[Expected], looked: list[MeshCandidate]) -> dict[str, object]:
+def _result_json(
+    best: MeshCandidate, listed: list[RankedPlan], others: list[EstimatedPlan], looked: list[MeshCandidate]
+) -> dict[str, object]:
     assert best.found.program is not None
     without = [
         {"mesh": one.mesh, "why": one.why, "at_best_s": one.found.refused.least_s if isinstance(one.found.refused, NoFasterPlan) else None}
@@ -155,7 +159,7 @@ def _result_json(best: MeshCandidate, listed: list[Ranked], others: list[Expecte
     }  # fmt: skip
 
 
-def _order(row: Ranked) -> tuple[float, int]:
+def _order(row: RankedPlan) -> tuple[float, int]:
     """Sort key of plans: time, then number of axes."""
     return round(row["step_s"], 7), row["mesh"].count(",")
 
@@ -190,7 +194,7 @@ def _least(found: PlanResult) -> float:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    device = devices.named(options.device)
+    device = devices.find_device(options.device)
     if options.node is None:
         return device
     if options.node < 1:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from meshc import artifact, rules
 from meshc.commands.target import harmless
-from meshc.cost import call, devices
+from meshc.cost import call_timeline, devices
 from meshc.errors import PlanError
 from meshc.ir import bounds
 from meshc.pipelining import draw, perfetto_trace
 from meshc.report import summary, tables
 from meshc.report.figures import figures
-from meshc.text import show
+from meshc.text import printer
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:
-        line = call.predicted(program)
+        line = call_timeline.predict_timeline(program)
         draw.write(line, options.timeline)
         print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
     elif options.json:
@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> None:
     elif options.summary:
         print(harmless(summary.summary(program, options.device)))
     elif options.stage is not None:
-        print(harmless(show.print_stage(program.stages[options.stage], program)), end="")
+        print(harmless(printer.print_stage(program.stages[options.stage], program)), end="")
     else:
-        print(harmless(show.print_program(program)), end="")
+        print(harmless(printer.print_program(program)), end="")
 
 
 def _show_trace(options: argparse.Namespace) -> None:

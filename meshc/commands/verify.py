@@ -25,7 +25,7 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison as comparison
 from meshc.runtime.simulator.float64_comparison import widen_program
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
-from meshc.text import show
+from meshc.text import printer
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def same_program(one: PlainProgram, other: PlainProgram) -> bool:
     """Whether two programs do the same, whatever their sources, notes and devices."""
 
     def hashes(program: PlainProgram) -> Any:
-        stages = {name: show.hash_stage(stage) for name, stage in program.stages.items()}
+        stages = {name: printer.hash_stage(stage) for name, stage in program.stages.items()}
         return stages, program.schedule, program.pipeline, program.constants.keys()
 
     return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
@@ -111,8 +111,8 @@ def _first_edit(saved: PlainProgram, compiled: PlainProgram) -> str:
     found = []
     for name, stage in saved.stages.items():
         other = compiled.stages.get(name)
-        known = set() if other is None else set(show.print_stage(other, compiled, comments=False).splitlines())
-        for line in show.print_stage(stage, saved, comments=False).splitlines():
+        known = set() if other is None else set(printer.print_stage(other, compiled, comments=False).splitlines())
+        for line in printer.print_stage(stage, saved, comments=False).splitlines():
             if line not in known:
                 value = line.strip().partition(":")[0]
                 found.append((stage, f"return {json.loads(value)}" if line.lstrip().startswith('"') else value))

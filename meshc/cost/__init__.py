@@ -1,1 +1,1 @@
-"""The cost model: what a per-rank program takes, in seconds and bytes, by figures of the device and of its links."""
+"""Cost model: predicted seconds and bytes of a per-rank program, from figures of the device and its links."""

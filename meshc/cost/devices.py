@@ -170,9 +170,9 @@ def device(name: str) -> Device:
     return _pick(name, _table())
 
 
-def named(name: str) -> Device:
+def find_device(name: str) -> Device:
     """A device by its name: as `meshc calibrate` has measured it for this user, else of the table. Raises PlanError, with those known."""
-    return _pick(name, {**_table(), **calibrated()})
+    return _pick(name, {**_table(), **calibrated_devices()})
 
 
 def for_mesh(mesh: Mesh) -> Device:
@@ -183,7 +183,7 @@ def for_mesh(mesh: Mesh) -> Device:
     """
     if (given := _ASSUMED.get()) is not None:
         return given
-    known = {**_table(), **calibrated()}
+    known = {**_table(), **calibrated_devices()}
     if mesh.device_type != "cuda":
         return known["cpu"]
     if not torch.cuda.is_available():
@@ -197,7 +197,7 @@ _ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
 
 
 @contextmanager
-def assumed(device: Device) -> Iterator[None]:
+def assume_device(device: Device) -> Iterator[None]:
     """Within it ranks of every mesh have this device: plans are made for machines that are elsewhere."""
     token = _ASSUMED.set(device)
     try:
@@ -212,13 +212,13 @@ def name_of(hardware: str) -> str:
     return next((word for word in words if word in _table()), "-".join(words))
 
 
-def calibrated() -> dict[str, Device]:
+def calibrated_devices() -> dict[str, Device]:
     """The devices that `meshc calibrate` measured for this user. Raises ArtifactError if its file cannot be read."""
     path = environment.device_file()
-    return read(path) if path.exists() else {}
+    return read_devices(path) if path.exists() else {}
 
 
-def read(path: Path) -> dict[str, Device]:
+def read_devices(path: Path) -> dict[str, Device]:
     """The devices of a file. Raises ArtifactError, with the section and key at fault."""
     text = read_text(path)
     if len(text) > MOST_CHARACTERS:
@@ -230,7 +230,7 @@ def read(path: Path) -> dict[str, Device]:
     return {name: _device(name, section, path) for name, section in sections.items()}
 
 
-def write(devices: Iterable[Device], path: Path) -> None:
+def write_devices(devices: Iterable[Device], path: Path) -> None:
     """Write devices in the form that `read` reads."""
     write_text(path, "\n".join(map(_section, devices)))
 
@@ -247,7 +247,7 @@ def _section(one: Device) -> str:
         if isinstance(value, Mapping):
             tables += ["", f"[{one.name}.{field.name}]", *(f"{key} = {_number(number)}" for key, number in value.items())]
         elif field.name != "name":
-            lines.append(f"{field.name} = {_quoted(value) if isinstance(value, str) else _number(value)}")
+            lines.append(f"{field.name} = {_quote_text(value) if isinstance(value, str) else _number(value)}")
     return "\n".join([*lines, *tables]) + "\n"
 
 
@@ -255,7 +255,7 @@ def _number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _quoted(value: str) -> str:
+def _quote_text(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -319,4 +319,4 @@ def _pick(name: str, known: Mapping[str, Device]) -> Device:
 
 @lru_cache
 def _table() -> Mapping[str, Device]:
-    return read(TABLE)
+    return read_devices(TABLE)

@@ -1,4 +1,4 @@
-"""Which rank an expert belongs on, by what it has to do: the longest first, each to the rank that has least so far.
+"""Placement of experts on ranks by load: longest processing time first, each to the rank with the least load so far.
 
     loads 9 1 2 7, two ranks of two      rank 0 [9 1] 10   rank 1 [2 7] 9       as they lie by number
     loads 9 7 2 1                        rank 0 [9 7] 16   rank 1 [2 1] 3   ->  rank 0 [9 1]   rank 1 [2 7]
@@ -28,7 +28,7 @@ def sizes_of(experts: int, groups: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ExpertPlacement:
     """Where the experts of a layer lie.
 
     slots   of each its own slot [experts]
@@ -52,7 +52,7 @@ class Spread:
         return [[slot // each, *copies.get(slot, ())] for slot in self.slots]
 
 
-def imbalance(loads: Sequence[float], spread: Spread, groups: int) -> float:
+def imbalance(loads: Sequence[float], spread: ExpertPlacement, groups: int) -> float:
     """What the group with most has to do, in multiples of what each would have if all had the same; 1 where there is nothing to do. Groups
     that have an expert share what it has to do."""
     total = sum(loads)
@@ -65,7 +65,7 @@ def imbalance(loads: Sequence[float], spread: Spread, groups: int) -> float:
     return max(work) * groups / total
 
 
-def balanced(loads: Sequence[float], now: Spread, groups: int, spare: int = 0) -> Spread:
+def balance_experts(loads: Sequence[float], now: ExpertPlacement, groups: int, spare: int = 0) -> ExpertPlacement:
     """Where each expert is to lie, loads[i] what expert i has to do and `now` where it lies; each group has `spare` of its places for
     copies. Of groups of one size those change names that then keep more of what they have, and who stays in a group stays in its slot."""
     share, mean = [1] * len(loads), sum(loads) / groups
@@ -75,10 +75,10 @@ def balanced(loads: Sequence[float], now: Spread, groups: int, spare: int = 0) -
         most = max(range(len(loads)), key=lambda one: (share[one] < groups, loads[one] / share[one], -one))
         share[most] += 1
         found = _longest_first(loads, share, now, groups, spare) if share[most] <= groups else None
-        if found is None or _most(best) <= mean * (1 + NOTHING):
+        if found is None or _largest_work(best) <= mean * (1 + NOTHING):
             break
-        best = found if _most(found) < _most(best) * (1 - NOTHING) else best
-    return _laid(best, now, groups)
+        best = found if _largest_work(found) < _largest_work(best) * (1 - NOTHING) else best
+    return _assign_slots(best, now, groups)
 
 
 @dataclass
@@ -91,15 +91,15 @@ class _Group:
     work: float = 0.0
 
 
-def _most(dealt: Sequence[_Group]) -> float:
+def _largest_work(dealt: Sequence[_Group]) -> float:
     return max(one.work for one in dealt)
 
 
-def _laid(dealt: Sequence[_Group], now: Spread, groups: int) -> Spread:
+def _assign_slots(dealt: Sequence[_Group], now: ExpertPlacement, groups: int) -> ExpertPlacement:
     """What groups were dealt, in slots and places for copies."""
     each, room = -(-len(now.slots) // groups), len(now.copies) // groups
     slots, copies = list(now.slots), [-1] * (groups * room)
-    named = _named(dealt, [slot // each for slot in now.slots])
+    named = _match_groups(dealt, [slot // each for slot in now.slots])
     for group, one in enumerate(named):
         coming = [expert for expert in sorted(one.own) if now.slots[expert] // each != group]
         stay = {now.slots[expert] for expert in one.own if expert not in coming}
@@ -109,10 +109,10 @@ def _laid(dealt: Sequence[_Group], now: Spread, groups: int) -> Spread:
     for group, one in enumerate(named):
         for place, expert in enumerate(sorted(one.copies)):
             copies[group * room + place] = slots[expert]
-    return Spread(tuple(slots), tuple(copies))
+    return ExpertPlacement(tuple(slots), tuple(copies))
 
 
-def _longest_first(loads: Sequence[float], share: Sequence[int], now: Spread, groups: int, spare: int) -> list[_Group] | None:
+def _longest_first(loads: Sequence[float], share: Sequence[int], now: ExpertPlacement, groups: int, spare: int) -> list[_Group] | None:
     """Each group's. Of groups that have as much so far the one where the expert lies, then the first."""
     dealt, each = [_Group(size) for size in sizes_of(len(loads), groups)], -(-len(loads) // groups)
     for expert in sorted(range(len(loads)), key=lambda one: (-loads[one] / share[one], one)):
@@ -128,7 +128,7 @@ def _longest_first(loads: Sequence[float], share: Sequence[int], now: Spread, gr
     return dealt
 
 
-def _named(dealt: Sequence[_Group], now: Sequence[int]) -> list[_Group]:
+def _match_groups(dealt: Sequence[_Group], now: Sequence[int]) -> list[_Group]:
     """The groups in an order of their own in which most experts stay where they are, taken pair by pair."""
     pairs = [(one, group) for one in range(len(dealt)) for group in range(len(dealt)) if dealt[one].size == dealt[group].size]
     stays = {(one, group): sum(now[expert] == group for expert in dealt[one].own) for one, group in pairs}

@@ -1,4 +1,4 @@
-"""What experts are predicted to be sent and to do, if the rank that has most of it has so many times the mean.
+"""Predicted bytes and rows of expert dispatch, for a given imbalance: the load of the busiest rank over the mean.
 
     rows(i)    i T k / n, no more than there are places      choices that fall to experts of that rank
     share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens that have an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import payload, ranks_together, rows_by_link
-from meshc.cost.memory import runs
+from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, spmd
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers meshc::to_places
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers meshc::to_groups
@@ -116,7 +116,7 @@ class _Layer:
     row: float = 0.0
     by_node: bool = False
 
-    def told(self) -> Traffic:
+    def to_traffic(self) -> Traffic:
         assert self.made is not None
         read = tuple((ranks, self.read[ranks]) for ranks in sorted(self.read))
         near, far = self.links
@@ -136,10 +136,10 @@ def traffic(program: PlainProgram) -> list[Traffic]:
             path = record(node).source.module
             layer = layers.setdefault(path, _Layer())
             if layer.made is None and path in experts:
-                layer.made = _made(program, node, path, experts[path], often[stage.name], device)
+                layer.made = _layer_traffic(program, node, path, experts[path], often[stage.name], device)
             if record(node).shape[-1] != 1:  # weights, of which each choice has one, do not go by rows
                 _count(program, layer, node, often[stage.name], device)
-    found = [layer.told() for layer in layers.values() if layer.made is not None]
+    found = [layer.to_traffic() for layer in layers.values() if layer.made is not None]
     return [one for one in found if one.ranks > 1]
 
 
@@ -154,7 +154,7 @@ def _experts(nodes: list[Node]) -> dict[str, int]:
     return {**found, **{record(node).source.module: record(node.args[1]).shape[0] for node in by_slot}}  # type: ignore[arg-type]
 
 
-def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int, device: Device) -> Traffic | None:
+def _layer_traffic(program: PlainProgram, node: Node, path: str, experts: int, times: int, device: Device) -> Traffic | None:
     """By what a rank's groups have chosen, where that is made in the same stage."""
     said = _own_of(node.args[1]) if node.target is USED else node.args[1]
     made = said.args[0] if isinstance(said, Node) and is_getitem(said) else None

@@ -1,5 +1,6 @@
-"""How many multiplications and additions an operator is, by its shapes: matrix products, factorizations, convolutions, attention. Others
-count as none. The seconds that they take are in `operators.py`.
+"""Flops of an operator by its shapes: matrix products, factorizations, convolutions, attention.
+
+Others count as none. `operators.py` predicts seconds from them.
 
 Shapes are those of the records at hand: of the whole before `partition`, of one rank's tiles after it. The counts are those of
 `torch.utils.flop_counter`, whose tests are the source, for the operators that a program may have; of factorizations it has none.
@@ -44,7 +45,7 @@ def _convolution_backward(node: Node, shapes: Shapes) -> float:
     return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
 
 
-def _filled(node: Node) -> float:
+def _filled_share(node: Node) -> float:
     """The share of rows that meet a matrix where tokens choose evenly: the last argument of products in groups."""
     found = node.args[-1]
     assert isinstance(found, float)
@@ -83,10 +84,10 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.grouped_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.routed_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.routed_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
-    "meshc.group_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
-    "meshc.group_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
-    "meshc.used_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
-    "meshc.used_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
+    "meshc.group_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled_share(node),
+    "meshc.group_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled_share(node),
+    "meshc.used_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled_share(node),
+    "meshc.used_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled_share(node),
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],

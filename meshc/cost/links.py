@@ -1,4 +1,4 @@
-"""What a collective takes: alpha-beta for the ways there are to do it, and the fastest of them.
+"""Predicted seconds of collectives by the alpha-beta model: the fastest of the algorithms for each.
 
     seconds = overhead + steps * latency + bytes through a rank's link / bandwidth       S: bytes of the operand, of the result for a gather
 
@@ -31,8 +31,6 @@ from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.window import received_elements
 from meshc.program import in_flight
-
-"""The axis along which one rank works through its microbatches: nothing is sent."""
 
 
 @dataclass(frozen=True)

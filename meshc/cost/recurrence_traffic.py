@@ -1,4 +1,4 @@
-"""What recurrences send along a split sequence, read off a program's own graphs, and by the formulas of `docs/recurrences.md`.
+"""Bytes that recurrences send along a split sequence, from the graphs of a program and by the formulas of `docs/recurrences.md`.
 
                     at once, and joined: gathered           in turns of c parts: sent
     rnn                                                     (c + n - 2) / c S           backward as much
@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from meshc.cost.links import payload
-from meshc.cost.memory import runs
+from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, records, spmd
 from meshc.ops import delta_rule as _delta  # noqa: F401 - registers them
 from meshc.ops import delta_rule_turns as _delta_turns  # noqa: F401 - likewise
@@ -98,7 +98,7 @@ def traffic(program: PlainProgram) -> list[Recurrence]:
                 key, message, numbers = _of_turn(node, counted)
             elif node.target is spmd.all_gather and (ends := _before(node.all_input_nodes, ENDS)):
                 key, message, numbers = _of_gather(node, ends[0], program)
-            elif node.target is spmd.all_gather and (scan := _scanned(node)) is not None:
+            elif node.target is spmd.all_gather and (scan := _find_scan(node)) is not None:
                 key, message, numbers = _of_scan(node, scan, program)
             else:
                 continue
@@ -135,7 +135,7 @@ def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list
     return (record(node).source.module, ENDS[end.target], axes, ranks, 0), [node], each * ranks
 
 
-def _scanned(gather: Node) -> Node | None:
+def _find_scan(gather: Node) -> Node | None:
     """The scan whose ends are gathered: one position of its result, or of where its extremes stand, in a new dim."""
     x, wanted = gather.args[0], [aten.unsqueeze.default, aten.slice.Tensor]
     while isinstance(x, Node) and (is_getitem(x) or x.target in (*wanted[:1], aten.add.Tensor)):

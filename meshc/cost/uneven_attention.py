@@ -1,4 +1,4 @@
-"""Attention along a split sequence that is not balanced, or computes what its mask hides: what that costs, read off a program's own graphs.
+"""Cost of uneven attention along a split sequence: imbalance between ranks, and scores computed that a mask hides.
 
     a causal mask, four ranks in natural order, tiles of t     1/2 t t, 3/2 t t, 5/2 t t, 7/2 t t: of n ranks the last has (2 n - 1) / n
     positions (a kernel that goes through b keys at once       of the mean; at each step of a ring some have a tile to compute and
@@ -6,9 +6,9 @@
 
     a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
     a mask that is given as a tensor                                        at most all scores; what it hides is not known before it is
-                                                                            there; then passed over on a CPU (`attention_masked_blocks.py`)
+                                                                         there, and skipped then on a CPU (`attention_masked_blocks.py`)
 
-Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all
+Seconds are those of the clock, which prices each call by the rank that has most to do (`roofline.py`), and what they would be if all
 ranks had the same and nothing hidden were computed. In zigzag order they are the same.
 """
 
@@ -25,8 +25,8 @@ from torch.fx import Node
 
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops
-from meshc.cost.memory import runs
-from meshc.cost.operators import ATTENTION, Price, given_to, price, scores_computed
+from meshc.cost.peak_memory import runs
+from meshc.cost.roofline import ATTENTION, Price, arguments_by_name, price, scores_computed
 from meshc.ir import has_record, local_bytes, op_name, record, records, spmd, value_of
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Sharding
@@ -38,7 +38,7 @@ LEARNED: Final = ("parameter", "state")
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenAttention:
     """One attention of the model, in one call: forward and backward.
 
     path, place   of its module; the line of the model that calls it (`model.py:31`)
@@ -78,7 +78,7 @@ class _Sum:
     even_s: float = 0.0
 
 
-def uneven(program: PlainProgram, device: Device) -> list[Uneven]:
+def uneven_attention(program: PlainProgram, device: Device) -> list[UnevenAttention]:
     """In the program's order; nothing of attention that is balanced and computes no more than its mask shows."""
     often, found = runs(program), dict[tuple[str, str], _Sum]()
     for stage in program.stages.values():
@@ -93,9 +93,9 @@ def uneven(program: PlainProgram, device: Device) -> list[Uneven]:
     return [_row(*where, one) for where, one in found.items() if one.whys]
 
 
-def _row(path: str, place: str, one: _Sum) -> Uneven:
+def _row(path: str, place: str, one: _Sum) -> UnevenAttention:
     most = one.work_s / one.even_work_s if one.whys.keys().isdisjoint((MASK, MASK_LOOKED_UP)) and one.even_work_s else 0.0
-    return Uneven(path, place, one.axes, one.gathered, ", ".join(one.whys), most, one.takes_s, one.even_s)
+    return UnevenAttention(path, place, one.axes, one.gathered, ", ".join(one.whys), most, one.takes_s, one.even_s)
 
 
 GATHERED: Final = "causal: the last rank looks at all keys"
@@ -114,11 +114,11 @@ class _Call:
 
     def __init__(self, node: Node, stage: Stage, extents: Mapping[str, int]) -> None:
         self.node, self.stage, self.extents = node, stage, extents
-        self.given = given = given_to(node)
+        self.given = given = arguments_by_name(node)
         numbers = [given.get(name) for name in ("start", "first", "real")]
         self.ring = any(isinstance(number, Node) for number in numbers[1:])
         axes = dict.fromkeys(axis for number in numbers for axis in _axes_of(number))
-        self.axes = () if "keys_of" in given else tuple(axes) or _split(given["q"])
+        self.axes = () if "keys_of" in given else tuple(axes) or _query_axes(given["q"])
 
     def add_to(self, total: _Sum, device: Device, times: int) -> None:
         priced = price(self.node, device)
@@ -167,14 +167,14 @@ def _scores(queries: int, window: int, block: int, begin: int, real: int) -> tup
     """Computed and needed, where `real` of the keys are no padding and the first query stands at the key `begin`."""
     rows = rows_that_see(queries, real, window, begin)
     computed = scores_computed(rows.stop - rows.start, real, window, begin + rows.start, block)
-    return computed, _seen(queries, real, window, begin) if window else computed
+    return computed, _visible_pairs(queries, real, window, begin) if window else computed
 
 
 def _at(priced: Price, share: float) -> float:
     return replace(priced, work_s=priced.work_s * share).seconds()
 
 
-def _seen(queries: int, keys: int, window: int, begin: int) -> int:
+def _visible_pairs(queries: int, keys: int, window: int, begin: int) -> int:
     """Pairs of a query at `begin`, `begin + 1`, ... and a key that is one of the last `window` up to there."""
 
     def up_to(end: int) -> int:
@@ -185,7 +185,7 @@ def _seen(queries: int, keys: int, window: int, begin: int) -> int:
     return up_to(begin + queries) - up_to(begin) - up_to(begin + queries - window) + up_to(begin - window)
 
 
-def _split(queries: Node) -> tuple[str, ...]:
+def _query_axes(queries: Node) -> tuple[str, ...]:
     """The axes that split the positions of queries [batch, heads, positions, head]."""
     producer, index = value_of(queries)
     lies: Sharding | None = records(producer)[index].sharding if has_record(producer) else None
@@ -208,10 +208,10 @@ def _number(number: object, at: Mapping[str, int]) -> int | None:
     if number.target is spmd.coordinate:
         return at[str(number.args[0])]
 
-    def worked_out(item: object) -> Any:
-        return [worked_out(one) for one in item] if isinstance(item, list | tuple) else _number(item, at)
+    def evaluate(item: object) -> Any:
+        return [evaluate(one) for one in item] if isinstance(item, list | tuple) else _number(item, at)
 
-    return cast(int, number.target(*map(worked_out, number.args)))  # type: ignore[operator]
+    return cast(int, number.target(*map(evaluate, number.args)))  # type: ignore[operator]
 
 
 def _bytes(value: Node) -> int:

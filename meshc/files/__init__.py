@@ -1,1 +1,1 @@
-"""Files that are complete or not there, that carry hashes, and that only their owner can write."""
+"""Atomic files with hashes, in folders that only their owner can write."""

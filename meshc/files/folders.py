@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there: written beside their path, then exchanged for what is there.
+"""Atomic writes of files and folders: written beside the target path, then exchanged with what is there.
 
     .p.meshc.new-1f0c9a3e     what a save is writing, with a lock (flock) on it that ends with its process
     p.meshc                   what was saved before, or after: at every moment one of the two
@@ -67,16 +67,16 @@ def replacing(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, to be filled and then `put` there; it is gone afterwards in any case."""
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(target)
-    with _claimed(target) as made:
+    with _locked_folder(target) as made:
         yield made
 
 
-def put(made: Path, target: Path) -> None:
+def move_into_place(made: Path, target: Path) -> None:
     """`made` to where `target` is, in one step; what was there is removed then. Both are on one file system."""
     to_disk(made)
     if not target.exists():
         made.rename(target)
-    elif not _exchanged(made, target):
+    elif not _exchange_names(made, target):
         old = beside(target, "old")
         _remove(old)
         target.rename(old)
@@ -106,7 +106,7 @@ def write_file(target: str | os.PathLike[str], write: Callable[[Path], object], 
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         remove_left_behind(file)
-        with _claimed(file) as folder:
+        with _locked_folder(file) as folder:
             made = folder / file.name
             write(made)
             if file.exists():
@@ -136,7 +136,7 @@ def _refusal(target: Path, error: OSError | SafetensorError) -> FileError:
     if number not in _FULL:
         return FileError(f"{target} cannot be written: {reason}\n  what to do: choose a path that this process may write")
     with contextlib.suppress(OSError):
-        reason += f", {shutil.disk_usage(_there(target)).free / 1e6:.1f} MB are free there"
+        reason += f", {shutil.disk_usage(_nearest_existing_parent(target)).free / 1e6:.1f} MB are free there"
     return FileError(
         f"{target} cannot be written: {reason}\n"
         "  why: the disk is full, or a quota or a limit on the size of files is used up; nothing of it was kept, and what was there "
@@ -145,7 +145,7 @@ def _refusal(target: Path, error: OSError | SafetensorError) -> FileError:
     )
 
 
-def _there(path: Path) -> Path:
+def _nearest_existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.is_dir())
 
 
@@ -153,13 +153,13 @@ def _there(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _claimed(target: Path) -> Iterator[Path]:
+def _locked_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that nobody else has, locked while it is in use."""
     while True:
         made = beside(target, f"new-{secrets.token_hex(4)}")
         made.mkdir()
         descriptor = os.open(made, os.O_RDONLY)
-        if _locked(descriptor) is not False and _is(made, descriptor):  # between mkdir and flock it looks abandoned
+        if _try_lock(descriptor) is not False and _is_same_file(made, descriptor):  # between mkdir and flock it looks abandoned
             break
         os.close(descriptor)
     try:
@@ -181,14 +181,14 @@ def remove_left_behind(target: Path) -> None:
 def _remove_if_abandoned(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        locked = _locked(descriptor)
+        locked = _try_lock(descriptor)
         if locked or (locked is None and time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_S):
             _remove(path)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool | None:
+def _try_lock(descriptor: int) -> bool | None:
     """Whether the lock is now this process's; None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,7 +199,7 @@ def _locked(descriptor: int) -> bool | None:
     return True
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -214,7 +214,7 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchange_names(one: Path, other: Path) -> bool:
     """Whether the two have changed names, in one step; not every system and file system can."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

@@ -1,4 +1,4 @@
-"""Compiled kernels, kept between processes in `MESHC_CACHE` (default `~/.cache/meshc`), where nobody else can have put anything.
+"""Cache of compiled kernels between processes, in `MESHC_CACHE` (default `~/.cache/meshc`), writable by its owner only.
 
     philox-1f0c....so      a shared library, and behind its last byte the SHA-256 of all before
     .philox-1f0c....lock   held (flock) by the one process that builds; the others wait for it, then load what it has built
@@ -21,15 +21,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshc.files import owned
+from meshc.files import private_folders
 
 _DIGEST_BYTES = 32
 
 
 def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
     """The shared library `name`, which `build(file)` makes if the cache does not have it. Raises what `build` raises, and OSError."""
-    folder = owned.cache_folder()
-    why = owned.refusal(folder)
+    folder = private_folders.cache_folder()
+    why = private_folders.refusal(folder)
     file = folder.absolute().resolve() / name
     if why is None and _is_good(file, tell=True):
         return ctypes.CDLL(str(file))
@@ -56,7 +56,7 @@ def _is_good(file: Path, tell: bool = False) -> bool:
         return False
     with open(descriptor, "rb") as opened:
         found = os.fstat(descriptor)
-        fault = owned.open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no file"
+        fault = private_folders.open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no file"
         if fault is None:
             data = opened.read()
             fault = "is not what was built" if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:] else None

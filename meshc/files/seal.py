@@ -1,4 +1,4 @@
-"""A table in JSON that carries a hash of its own text: one that was damaged or edited is known by it.
+"""JSON tables with a hash of their own text, by which damage or an edit is detected.
 
 It guards against accidents; who edits a table on purpose can seal it again.
 """
@@ -14,7 +14,7 @@ from typing import Final
 _SEAL: Final = re.compile(r'"sha256": "([0-9a-f]{64})"\n}\n?\Z')
 
 
-def sealed(table: Mapping[str, object]) -> str:
+def seal_text(table: Mapping[str, object]) -> str:
     """The table's text; the last of its entries is the hash of what stands before it."""
     rows = {name: value for name, value in table.items() if name != "sha256"}
     text = json.dumps({**rows, "sha256": "0" * 64}, indent=1) + "\n"
@@ -23,7 +23,7 @@ def sealed(table: Mapping[str, object]) -> str:
     return f'{text[: found.start(1)]}{_hash(text[: found.start(1)])}{text[found.end(1) :]}'
 
 
-def unbroken(text: str) -> bool:
+def has_valid_seal(text: str) -> bool:
     found = _SEAL.search(text)
     return found is not None and found[1] == _hash(text[: found.start(1)])
 

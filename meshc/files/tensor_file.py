@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors carry their hashes, which are checked as far as a tensor is read.
+"""Safetensors files with hashes by block, which are checked when a slice is read.
 
     header   {"__metadata__": {"meshc": {"block_bytes": 1048576, "sha256": {"up.weight": ["9f86d081884c7d65...", ...]}}},
               "up.weight": {"dtype": "F32", "shape": [512, 1024], "data_offsets": [0, 2097152]}}
@@ -41,7 +41,7 @@ class Seal(TypedDict):
     header: str
 
 
-class _Row(TypedDict):
+class _HeaderEntry(TypedDict):
     """A tensor, in the header."""
 
     dtype: str
@@ -90,22 +90,22 @@ class TensorFile:
             header = _header(self._descriptor)
             size = os.fstat(self._descriptor).st_size
         if seal is not None and size != seal["bytes"]:
-            raise self._damaged(f"has {size} bytes, and {seal['bytes']} were written")
+            raise self._damage_error(f"has {size} bytes, and {seal['bytes']} were written")
         if seal is not None and _sha256(header) != seal["header"]:
-            raise self._damaged(f"has a header with the hash {_sha256(header)[:12]}, and one with {seal['header'][:12]} was written")
+            raise self._damage_error(f"has a header with the hash {_sha256(header)[:12]}, and one with {seal['header'][:12]} was written")
         with self._readable():
             self._file = self._stack.enter_context(safe_open(self.path, framework="pt", device="cpu"))
-            rows = cast(dict[str, _Row], parse_json(header[8:].decode(), f"the header of {self.path}"))
+            rows = cast(dict[str, _HeaderEntry], parse_json(header[8:].decode(), f"the header of {self.path}"))
         self._data = len(header)
         told = cast(dict[str, str], rows.pop("__metadata__", {})).get(_KEY)
         if told is None and seal is not None:
-            raise self._damaged("carries no hashes")
+            raise self._damage_error("carries no hashes")
         self._rows = rows
         self.names: tuple[str, ...] = tuple(self._file.keys())
-        self._hashes = None if told is None else self._told(told)
+        self._hashes = None if told is None else self._read_hash_table(told)
         self._checked: dict[str, set[int]] = {name: set() for name in self.names}
 
-    def _told(self, text: str) -> tuple[int, dict[str, list[str]]]:
+    def _read_hash_table(self, text: str) -> tuple[int, dict[str, list[str]]]:
         """The size of a block and the hashes of each tensor's blocks, as many as it has."""
         try:
             told = cast(_Hashes, parse_json(text, "its metadata"))
@@ -114,16 +114,16 @@ class TensorFile:
             if block < 1 or {name: len(rows) for name, rows in hashes.items()} != wanted:
                 raise ValueError("they are not those of its tensors")
         except (ValueError, KeyError, TypeError, ArtifactError, ArithmeticError) as error:
-            raise self._damaged(f"has hashes that cannot be read ({error})") from None
+            raise self._damage_error(f"has hashes that cannot be read ({error})") from None
         return block, hashes
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape."""
-        return tuple(self._file.get_slice(self._known(name)).get_shape())
+        return tuple(self._file.get_slice(self._check_name(name)).get_shape())
 
     def kind(self, name: str) -> str:
         """What a tensor is kept in, as safetensors says it: F32, BF16, I64, ..."""
-        return self._rows[self._known(name)]["dtype"]
+        return self._rows[self._check_name(name)]["dtype"]
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """The part of a tensor between (start, stop) of each dim, a range for each dim; only the blocks it lies in are read.
@@ -155,7 +155,7 @@ class TensorFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _known(self, name: str) -> str:
+    def _check_name(self, name: str) -> str:
         if name not in self.names:
             raise ArtifactError(f"{self.path} has no tensor {name!r}; it has {len(self.names)}: {', '.join(self.names[:8])}, ...")
         return name
@@ -177,20 +177,20 @@ class TensorFile:
                 if index in done:
                     continue
                 at = index * block
-                found = _hash(name, shape, index, self._read(name, at, min(block, length - at)))
+                found = _hash(name, shape, index, self._read_range(name, at, min(block, length - at)))
                 if found != hashes[name][index]:
                     where = f"its bytes {at} to {min(at + block, length)} have the hash {found[:12]}, saved were {hashes[name][index][:12]}"
-                    raise self._damaged(f"holds {name} otherwise than it was saved: {where}")
+                    raise self._damage_error(f"holds {name} otherwise than it was saved: {where}")
                 done.add(index)
 
-    def _read(self, name: str, at: int, length: int) -> bytes:
+    def _read_range(self, name: str, at: int, length: int) -> bytes:
         with self._readable():
             found = os.pread(self._descriptor, length, self._data + int(self._rows[name]["data_offsets"][0]) + at)
         if len(found) != length:
-            raise self._damaged(f"ends within {name}")
+            raise self._damage_error(f"ends within {name}")
         return found
 
-    def _damaged(self, how: str) -> ArtifactError:
+    def _damage_error(self, how: str) -> ArtifactError:
         return ArtifactError(
             f"{self.path} is not what was saved: it {how}\n"
             f"  why: the file was damaged on its way or on the disk, truncated, or replaced; nothing of it was loaded\n"

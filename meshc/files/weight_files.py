@@ -1,4 +1,4 @@
-"""Weights as others keep them: one safetensors file, or a folder with several and an index. Nothing is unpickled, nothing read unasked.
+"""Weights in safetensors format: one file, or a folder of files with an index. Read lazily; nothing is unpickled.
 
     model.safetensors                                       or
     model.safetensors.index.json   {"weight_map": {"embed.weight": "model-00001-of-00002.safetensors", ...}}

@@ -2,7 +2,7 @@
 
 A new reduction begins here, with its function of two tensors. The rest of it is declared elsewhere: the operators it can be deferred over
 (`meshc/rules/partial.py`), the values of padding (`neutral` of the rules in `meshc/rules/reduction.py` and `statistics.py`), the keys of
-microbatches' parts (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/tiles.py`).
+microbatches' parts (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/rank_tiles.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Axes that have their entry by their name alone, and more ranks than heads go round for: taken apart, heads first, the rest a ring.
+"""Split of an axis with a default entry and more ranks than heads: heads first, the rest a ring.
 
     mesh cp=4, nothing said of cp        6 heads        becomes    cp_seq: seq                        2 ranks
                                                                    cp_heads: heads@attention > seq    2

@@ -1,4 +1,4 @@
-"""Axes that lead to other nodes, taken apart: `ep: experts > batch` over two nodes is two axes, one of nodes and one inside them.
+"""Split of an axis that crosses nodes: `ep: experts > batch` over two nodes becomes an axis of nodes and one inside them.
 
     ep: experts > batch            4 ranks, 2 a node      becomes    ep_across: experts > batch
     pin w: experts/ep, _                                             ep_inside: experts > batch
@@ -17,7 +17,7 @@ from typing import Final
 from meshc.ir.mesh import Axis, Mesh, role
 from meshc.plan.entries import AxisEntry, OperatorPin, PinDim
 from meshc.plan.plan import Plan
-from meshc.plan.products import settled
+from meshc.plan.products import keep_one_factor
 
 EXPERTS: Final = "experts"
 
@@ -77,6 +77,6 @@ def _of_part(entry: AxisEntry, part: str) -> AxisEntry:
     if part == entry.axis:
         return entry
     factor = part.removeprefix(f"{entry.axis}_")
-    entry = settled(entry, factor)
+    entry = keep_one_factor(entry, factor)
     named = [rank for rank, terms in enumerate(entry.ranks) if any(term.factor == factor for term in terms)]
     return replace(entry, axis=part, ranks=entry.ranks[named[0] if named else 0 :])

@@ -1,4 +1,4 @@
-"""What a plan says of a step's head and loss: in how many chunks of its tokens they run.
+"""Chunk lines of a plan: number of token chunks in which a step's head and loss run.
 
     chunk lm_head: 8
 """
@@ -45,6 +45,6 @@ def read_chunk_line(line: Line, number: int) -> ChunkLine:
     count = int(line.expect(r"\d{1,6}", "a number of chunks belongs here"))
     if not 1 <= count <= MOST:
         line.fail(f"from 1 (whole) to {MOST} chunks", start)
-    if not line.done:
+    if not line.is_at_end:
         line.fail("a chunk line ends after its number")
     return ChunkLine(pattern, count, number, line.text.strip())

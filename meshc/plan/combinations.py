@@ -1,4 +1,4 @@
-"""Combinations: what an expert would have the open axes of a mesh do, by recipes.
+"""Combinations of recipes for the open axes of a mesh, as an expert would choose them.
 
     combinations(["dp", "tp"])
 

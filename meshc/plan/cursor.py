@@ -1,4 +1,4 @@
-"""A cursor over one line of a plan, with what words look like there."""
+"""Cursor over one line of a plan, with the patterns of its words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FACTOR: Final = re.compile(r"(?:\w[\w-]*|\*(?=\.))(?:\.(?:\w[\w-]*|\*))*")
 GLOB: Final = re.compile(r"[\w.*?\[\]!-]+")
 
 
-class Fault(Exception):
+class PlanLineFault(Exception):
     def __init__(self, column: int, fix: str) -> None:
         self.column = column
         self.fix = fix
@@ -28,7 +28,7 @@ class Line:
             self.at += 1
 
     @property
-    def done(self) -> bool:
+    def is_at_end(self) -> bool:
         return self.at == len(self.text)
 
     def accept(self, pattern: str | re.Pattern[str]) -> str | None:
@@ -44,4 +44,4 @@ class Line:
         return self.fail(fix) if found is None else found
 
     def fail(self, fix: str, at: int | None = None) -> NoReturn:
-        raise Fault(self.at if at is None else at, fix)
+        raise PlanLineFault(self.at if at is None else at, fix)

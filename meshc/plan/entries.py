@@ -1,5 +1,4 @@
-"""What a plan is made of: the entry of an axis, with the factors that it may take; pins and store lines, with what they say of each dim;
-pins of operators, with what each axis does there."""
+"""Entries and lines of a plan: axis entries with their factors, pins, store lines and operator pins."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ PENDING: Final = "pending"
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class FactorTerm:
     """A factor that an axis may take: everywhere, or in one region (``attention``, or a glob of module paths).
 
     With ``rest`` the axis is taken apart (``heads*seq``): this factor has as many of its ranks as it can, and ``rest`` the others.
@@ -46,7 +45,7 @@ class AxisEntry:
     """What one axis is used for. ``ranks`` is empty for ``-`` (no operator takes anything along the axis) and for ``auto``."""
 
     axis: str
-    ranks: tuple[tuple[Term, ...], ...] = ()
+    ranks: tuple[tuple[FactorTerm, ...], ...] = ()
     store: tuple[str, ...] = ()
     line: int = field(default=0, compare=False)
     """Where the entry was written; 0 if it was not written in lines."""
@@ -59,7 +58,7 @@ class AxisEntry:
     """``AXIS: auto``: what the axis splits, and what is stored split along it, is left to a search."""
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self) -> tuple[FactorTerm, ...]:
         """The terms of all ranks, first rank first."""
         return tuple(itertools.chain.from_iterable(self.ranks))
 
@@ -157,7 +156,7 @@ class StoreLine(_OfTensors):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class OperatorSplit:
     """One factor of an operator, split by ``axes`` in order; the ``number``-th of those that have its name."""
 
     factor: str
@@ -174,7 +173,7 @@ class OperatorPin:
     partial over them partial (``partial``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
 
     pattern: str
-    splits: tuple[Split, ...] = ()
+    splits: tuple[OperatorSplit, ...] = ()
     whole: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     line: int = field(default=0, compare=False)
@@ -212,7 +211,7 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
     return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
 
 
-class Cited(Protocol):
+class CitedLine(Protocol):
     """A line of a plan: its number, 0 where it has none, and its text as it was written."""
 
     @property
@@ -227,6 +226,6 @@ def is_in(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
-def cite(item: Cited) -> str:
+def cite(item: CitedLine) -> str:
     """A line as messages and reasons cite it."""
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

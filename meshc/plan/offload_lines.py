@@ -1,4 +1,4 @@
-"""What a plan keeps on the host while it is not used, a line each.
+"""Offload lines of a plan: state, parameters and values that are kept on the host while not in use.
 
     offload state                            optimizer state, of all parameters
     offload state model.layers.*             of those that a glob names
@@ -72,14 +72,14 @@ def read_offload_line(line: Line, number: int) -> OffloadLine:
                 line.fail("the update runs on the host where its state lies there: `offload state, update`", start)
             update = True
         of = f"after `{what}` come the parameters that it is of: `offload {what} layers.*`"
-        pattern = "*" if line.done or line.accept(r"(?=:)") is not None else line.expect(GLOB, of)
+        pattern = "*" if line.is_at_end or line.accept(r"(?=:)") is not None else line.expect(GLOB, of)
         disk = _is_on_disk(line, what, update, start)
     else:
         what = VALUE if line.accept(VALUE) is not None else MODULES
         pattern = line.expect(GLOB, names)
         if what == MODULES and pattern in TO_COME:
             line.fail(f"{pattern} cannot lie on the host yet: `state` and `params` can, and what backward reads of modules", start)
-    if not line.done:
+    if not line.is_at_end:
         line.fail("an offload line ends after its pattern, of state with `: disk` behind it; write one line for each")
     return OffloadLine(what, pattern, update, disk, number, line.text.strip())
 

@@ -1,4 +1,4 @@
-"""From the rest of a line that begins with `pin op:` to a pin of operators.
+"""Parser of operator pins: the rest of a plan line after `pin op:`.
 
     lm_head/backward/mm.2: batch/dp, hidden[2]/cp, -/tp, partial/sp
 """
@@ -12,8 +12,8 @@ from typing import Final
 from meshc.ir.mesh import NAME
 from meshc.ir.nodes import PHASES
 from meshc.plan.cursor import FACTOR, Line
-from meshc.plan.entries import AUTO, NOTHING, PARTIAL, PENDING, OperatorPin, Split
-from meshc.plan.faults import suggest
+from meshc.plan.entries import AUTO, NOTHING, PARTIAL, PENDING, OperatorPin, OperatorSplit
+from meshc.plan.plan_faults import suggest
 
 BEGIN: Final = re.compile(r"op:(?=[\w.*?\[\]!/-]*\s*:)")
 """Not a parameter's pin, should its name be `op`."""
@@ -31,7 +31,7 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
     if len(parts) > 1 and not any(fnmatchcase(phase, parts[1]) for phase in PHASES):
         line.fail(f"{parts[1]} is no phase{suggest(parts[1], PHASES)}; {names}", start)
     line.expect(":", f"after the pattern comes a colon, then what axes do: `pin op:{pattern}: batch/dp, -/tp`")
-    splits: list[Split] = []
+    splits: list[OperatorSplit] = []
     others: dict[str, list[str]] = {NOTHING: [], PARTIAL: []}
     seen: set[str] = set()
     while not seen or line.accept(","):
@@ -43,8 +43,8 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
         if factor in others:
             others[factor] += axes
         else:
-            splits.append(Split(factor, tuple(axes), which))
-    if not line.done:
+            splits.append(OperatorSplit(factor, tuple(axes), which))
+    if not line.is_at_end:
         line.fail("separate what axes do by `,`, axes by `/`")
     return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), number, line.text.strip())
 

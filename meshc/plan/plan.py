@@ -29,9 +29,9 @@ from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
 from meshc.plan.chunk_lines import ChunkLine
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
-from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.offload_lines import OffloadLine
-from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
+from meshc.plan.plan_faults import refuse_faults, suggest
+from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 from meshc.plan.remat_lines import KeepLine, RematLine
 
 
@@ -58,7 +58,7 @@ class Plan:
         if isinstance(lines, Plan):
             self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept, lines.offloads, lines.chunks)
         else:
-            self._fill(*read_entries(numbered(lines), "this plan"))
+            self._fill(*read_entries(number_lines(lines), "this plan"))
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan in a ``.plan`` file of lines, or a ``.yaml``, ``.yml`` or ``.toml`` file that holds the same as a mapping."""
         file = Path(path)
-        readers = {".plan": numbered, ".yaml": yaml_lines, ".yml": yaml_lines, ".toml": toml_lines}
+        readers = {".plan": number_lines, ".yaml": yaml_lines, ".yml": yaml_lines, ".toml": toml_lines}
         if file.suffix not in readers:
             raise PlanError(f"{file}: a plan is read from a file that ends in {', '.join(readers)}")
         try:
@@ -190,14 +190,14 @@ def _clashes(one: TensorLine, other: TensorLine, named: bool) -> Iterator[str]:
         yield f"they name {len(one.dims)} and {len(other.dims)} dims; a {what} has one entry for each dim of the tensor"
         return
     for dim, (left, right) in enumerate(zip(one.dims, other.dims, strict=True)):
-        here, there = _numbered(left), _numbered(right)
+        here, there = _occurrences(left), _occurrences(right)
         if named and here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
             yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one {what} and join them by *"
             return
         for (factor, number), part in here.items():
             again = there.get((factor, number), part)
             if part != again and all(pinned.axes or pinned.whole for pinned in (part, again)):
-                yield f"{factor} in dim {dim} is {_said(part)} in one and {_said(again)} in the other; keep one of the two"
+                yield f"{factor} in dim {dim} is {_dim_text(part)} in one and {_dim_text(again)} in the other; keep one of the two"
                 return
     for axis, dim, factor in one.splits():
         for other_axis, other_dim, other_factor in other.splits():
@@ -205,7 +205,7 @@ def _clashes(one: TensorLine, other: TensorLine, named: bool) -> Iterator[str]:
                 yield f"{axis} splits {factor} in dim {dim} and {other_factor} in dim {other_dim}; an axis splits a value once"
 
 
-def _numbered(dim: PinDim) -> dict[tuple[str, int], PinFactor]:
+def _occurrences(dim: PinDim) -> dict[tuple[str, int], PinFactor]:
     """A dim's factors by their names, and which of that name they are."""
     found: dict[tuple[str, int], PinFactor] = {}
     for part in dim.factors:
@@ -213,7 +213,7 @@ def _numbered(dim: PinDim) -> dict[tuple[str, int], PinFactor]:
     return found
 
 
-def _said(part: PinFactor) -> str:
+def _dim_text(part: PinFactor) -> str:
     return "whole" if part.whole else f"split by {', then '.join(part.axes)}"
 
 

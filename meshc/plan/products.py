@@ -1,4 +1,4 @@
-"""Entries that take an axis apart: `cp: heads*seq@attention > seq` is two axes, one for each factor, with the ranks of one.
+"""Split of an axis by its entry: `cp: heads*seq@attention > seq` is two axes, one for each factor.
 
     cp: heads*seq@attention > seq       8 ranks, 4 heads        becomes on 4 ranks     cp_heads: heads@attention > seq
                                                                 and on 2               cp_seq: seq@attention > seq
@@ -15,11 +15,11 @@ from math import gcd
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis
-from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.plan import Plan
 
 
-def taken_apart(plan: Plan) -> list[tuple[AxisEntry, Term]]:
+def taken_apart(plan: Plan) -> list[tuple[AxisEntry, FactorTerm]]:
     """The entries that take their axis apart, each with the term that says so. Raises PlanError for an entry with two of them."""
     found = []
     for entry in plan.axes:
@@ -30,7 +30,7 @@ def taken_apart(plan: Plan) -> list[tuple[AxisEntry, Term]]:
     return found
 
 
-def parts_of(entry: AxisEntry, term: Term, ranks: int, sizes: Iterable[int]) -> tuple[Axis, ...]:
+def parts_of(entry: AxisEntry, term: FactorTerm, ranks: int, sizes: Iterable[int]) -> tuple[Axis, ...]:
     """The axes that stand for one of so many ranks, major to minor. `sizes`: of all dims that are called as the first factor is. One axis,
     with its name, where one of the two factors takes all ranks."""
     first = gcd(ranks, *sizes)
@@ -39,13 +39,13 @@ def parts_of(entry: AxisEntry, term: Term, ranks: int, sizes: Iterable[int]) -> 
     return Axis(f"{entry.axis}_{term.rest}", ranks // first), Axis(f"{entry.axis}_{term.factor}", first)
 
 
-def factor_of(term: Term, ranks: int, sizes: Iterable[int]) -> str:
+def factor_of(term: FactorTerm, ranks: int, sizes: Iterable[int]) -> str:
     """Which factor takes all ranks of an axis that is one."""
     assert term.rest is not None
     return term.factor if gcd(ranks, *sizes) == ranks else term.rest
 
 
-def settled(entry: AxisEntry, factor: str) -> AxisEntry:
+def keep_one_factor(entry: AxisEntry, factor: str) -> AxisEntry:
     """The entry, of whose term with two factors this one is left."""
-    ways = (tuple(term if term.rest is None else Term(factor, term.region) for term in rank) for rank in entry.ranks)
+    ways = (tuple(term if term.rest is None else FactorTerm(factor, term.region) for term in rank) for rank in entry.ranks)
     return replace(entry, ranks=tuple(ways))

@@ -1,4 +1,4 @@
-"""From text, a mapping, YAML or TOML to the entries of a plan: one line at a time, so that every line that is wrong can be shown."""
+"""Reader of plans from text, mappings, YAML or TOML, line by line, so that every wrong line is reported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLA
 from meshc.ir.mesh import NAME, RESERVED
 from meshc.plan import operator_pins
 from meshc.plan.chunk_lines import ChunkLine, read_chunk_line
-from meshc.plan.cursor import FACTOR, GLOB, Fault, Line
-from meshc.plan.entries import AUTO, STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
-from meshc.plan.faults import refuse_faults, suggest
+from meshc.plan.cursor import FACTOR, GLOB, Line, PlanLineFault
+from meshc.plan.entries import AUTO, STORES, AxisEntry, FactorTerm, OperatorPin, Pin, PinDim, PinFactor, StoreLine, duplicates
 from meshc.plan.offload_lines import OffloadLine, read_offload_line
+from meshc.plan.plan_faults import refuse_faults, suggest
 from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
 
 WORDS: Final = ("pin", *RESERVED)
@@ -31,7 +31,7 @@ def is_by_hand(text: str) -> bool:
 # Sources of lines: pairs of the line's number, 0 where there is none, and the line.
 
 
-def numbered(lines: str | Iterable[str] | Mapping[str, object]) -> list[tuple[int, str]]:
+def number_lines(lines: str | Iterable[str] | Mapping[str, object]) -> list[tuple[int, str]]:
     if isinstance(lines, Mapping):
         return _mapping_lines((0, key, value) for key, value in lines.items())
     if isinstance(lines, str):
@@ -72,7 +72,7 @@ def toml_lines(text: str) -> list[tuple[int, str]]:
     except (ValueError, RecursionError) as error:
         fix = 'entries are quoted in TOML, as in tp = "heads, ffn" and pin = ["lm_head.weight: vocab/tp, _"]'
         raise PlanError(f"{error}; {fix}") from error
-    return numbered(entries)
+    return number_lines(entries)
 
 
 def yaml_lines(text: str) -> list[tuple[int, str]]:
@@ -142,7 +142,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
             raise PlanError(f"{name} cannot be read: line {index} has {len(raw)} characters, of which {MOST_PLAN_LINE} may be")
         text = raw.split("#", 1)[0].expandtabs().rstrip()
         line = Line(text)
-        if line.done:
+        if line.is_at_end:
             continue
         try:
             if line.accept(_PIN) is not None:
@@ -162,7 +162,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
                 stores.append(_read_store_line(line, number, word))
             else:
                 axes.append(_read_axis(line, number))
-        except Fault as fault:
+        except PlanLineFault as fault:
             head = f"line {number}: " if number else ""
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
@@ -173,24 +173,24 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
 def _read_axis(line: Line, number: int) -> AxisEntry:
     axis = line.expect(NAME, "a line starts with the name of a mesh axis, with `pin` or `store`; as in `tp: heads, ffn`")
     line.expect(":", f"after the axis comes a colon: `{axis}: heads, ffn`")
-    ranks: list[tuple[Term, ...]] = []
+    ranks: list[tuple[FactorTerm, ...]] = []
     if line.accept(_AUTO) is not None:
-        if not line.done:
+        if not line.is_at_end:
             line.fail(f"`{axis}: {AUTO}` stands alone: the search chooses what the axis splits and what is stored split along it")
         return AxisEntry(axis, line=number, text=line.text.strip(), auto=True)
     if line.accept(r"-(?![\w.])") is None:
-        seen: set[Term] = set()
+        seen: set[FactorTerm] = set()
         ranks.append(_read_rank(line, axis, seen))
         while line.accept(">"):
             ranks.append(_read_rank(line, axis, seen))
     store = _read_store(line) if line.accept(";") else ()
-    if not line.done:
+    if not line.is_at_end:
         line.fail("separate factors by `,`, ranks by `>`, and put `; store ...` last")
     return AxisEntry(axis, tuple(ranks), store, number, line.text.strip())
 
 
-def _read_rank(line: Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
-    rank: list[Term] = []
+def _read_rank(line: Line, axis: str, seen: set[FactorTerm]) -> tuple[FactorTerm, ...]:
+    rank: list[FactorTerm] = []
     while not rank or line.accept(","):
         start = line.at
         factor = line.expect(FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
@@ -200,7 +200,7 @@ def _read_rank(line: Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
         if rest == factor:
             line.fail(f"{factor} and {rest} are one factor: `{factor}` alone takes all of the axis", start)
         region = line.expect(GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
-        term = Term(factor, region, rest)
+        term = FactorTerm(factor, region, rest)
         if term in seen:
             line.fail(f"{term} is there twice: keep one", start)
         seen.add(term)
@@ -270,7 +270,7 @@ def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
 
 
 def _refuse_rest(line: Line, more: str = "") -> None:
-    if not line.done:
+    if not line.is_at_end:
         line.fail(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
 
 

@@ -1,4 +1,4 @@
-"""Recipes: plans with names, and what an axis does when no plan says so.
+"""Recipes: named plans, and the default entries of mesh axes.
 
     resolve("fsdp+megatron_sp", Mesh("dp=2,tp=4"))
 
@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 from meshc.errors import PlanError
 from meshc.ir.mesh import ROLES, Axis, Mesh, role
 from meshc.plan.entries import AUTO, AxisEntry
-from meshc.plan.faults import refuse_faults
 from meshc.plan.plan import Plan
+from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.reader import is_by_hand
 
 PlanLike: TypeAlias = str | Plan | Mapping[str, object] | Iterable[str] | None

@@ -1,4 +1,4 @@
-"""What a plan says of backward, a line each: which policy modules follow, and which values are never recomputed.
+"""Recompute lines of a plan: policy of each module in backward, and values that are never recomputed.
 
     remat model.layers.*: selective
     keep value:model.layers.*.mlp
@@ -11,7 +11,7 @@ from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import cite, is_in
-from meshc.plan.faults import suggest
+from meshc.plan.plan_faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
 """What backward may recompute in place of reading what forward has kept, least first; docs/memory.md says what each means."""
@@ -65,7 +65,7 @@ def read_remat_line(line: Line, number: int) -> RematLine:
     policy = line.expect(r"\w+", f"a policy belongs here: {', '.join(POLICIES)}")
     if policy not in POLICIES:
         line.fail(f"{policy} is no policy{suggest(policy, POLICIES)}", start)
-    if not line.done:
+    if not line.is_at_end:
         line.fail("a remat line ends after its policy")
     return RematLine(pattern, policy, number, line.text.strip())
 
@@ -74,6 +74,6 @@ def read_keep_line(line: Line, number: int) -> KeepLine:
     names = "a keep line names what modules return, with * for any text: `keep value:model.layers.*.mlp`"
     line.expect(_VALUE, names)
     pattern = line.expect(GLOB, names)
-    if not line.done:
+    if not line.is_at_end:
         line.fail("a keep line ends after the name of a value; write one line for each")
     return KeepLine(pattern, number, line.text.strip())

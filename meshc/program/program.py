@@ -140,7 +140,7 @@ class Info(TypedDict, total=False):
     guards   outcomes of its branches on them that are compiled in: group, number, relation, what it is compared with
     optimizer_state, master_weights, keep_gradients, accumulate    as in `meshc.Options`
     experts  the options of experts, by field
-    work     rows of a module, an operator, a phase, its arithmetic, and the share of each axis (`meshc.cost.work`)
+    work     rows of a module, an operator, a phase, its arithmetic, and the share of each axis (`meshc.cost.divided_work`)
     """
 
     seed: int

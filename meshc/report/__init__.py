@@ -1,1 +1,1 @@
-"""What is said of a program: its summary and account."""
+"""Reports on a compiled program: summary, tables, HTML page, explanations and comparisons."""

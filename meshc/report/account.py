@@ -1,4 +1,4 @@
-"""What is told of a pipeline in a summary: what each stage covers, takes and holds, and what goes over each link in a call."""
+"""Accounts of pipeline stages and links: layers, seconds and memory of each stage, traffic of each link in a call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import Device, for_mesh
-from meshc.cost.predict import costs_of, flow_bytes, saved_bytes
+from meshc.cost.pipeline_costs import costs_of, flow_bytes, saved_bytes
 from meshc.ir import calls, records
 from meshc.pipelining.activations import activations_in_flight
 from meshc.pipelining.pipeline_stages import Pipeline
@@ -62,7 +62,7 @@ def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[
         mine = [port for port in here if port.kind == "parameter" and port.key in read]
         actions = [action for action in schedule.actions[rank] if action.stage == stage]
         in_flight = int(max(activations_in_flight(actions), default=0))
-        size = sum(memory.port_bytes(port, program.axis_sizes) for port in mine)
+        size = sum(peak_memory.port_bytes(port, program.axis_sizes) for port in mine)
         forward, backward = (_seconds(costs, stage, ops) for ops in ("F", "BIW"))
         found.append(StageAccount(stage, rank, tuple(names[stage]), size, forward, backward, kept[stage], in_flight))
     return found
@@ -109,7 +109,7 @@ def _ranges(names: Iterable[str], cut: set[str]) -> Iterator[str]:
 def link_accounts(program: PlainProgram) -> list[LinkAccount]:
     """All pairs of ranks between which anything goes, in order."""
     pipeline = _pipeline(program)
-    flows, sizes = flow_bytes(program.stages), memory.value_bytes(program)
+    flows, sizes = flow_bytes(program.stages), peak_memory.value_bytes(program)
     count: Counter[tuple[int, int]] = Counter()
     total: dict[tuple[int, int], int] = defaultdict(int)
     for link, keys in pipeline.messages.items():

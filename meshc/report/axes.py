@@ -1,11 +1,11 @@
-"""What each axis of a mesh does for a program, and what that takes: arithmetic and bytes that a rank is spared, messages that it sends."""
+"""Account of each mesh axis: arithmetic and bytes that the axis spares a rank, and the messages that a rank sends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshc.cost import memory, work
+from meshc.cost import divided_work, peak_memory
 from meshc.cost.devices import Device
 from meshc.cost.links import link_of, send_seconds
 from meshc.plan.entries import AxisEntry
@@ -41,20 +41,20 @@ class AxisAccount(NamedTuple):
 
 def axes(program: PlainProgram, uses: Sequence[CollectiveUse], device: Device) -> list[AxisAccount]:
     """All axes, in the mesh's order. `uses`: the program's collectives, with seconds on the device."""
-    rows = work.of(program) or []
+    rows = divided_work.work_rows(program) or []
     found = []
     for axis in program.mesh.axes:
         entry = program.plan.entry(axis.name)
         mine = [use for use in uses if axis.name in use.axes]
         stages = program.pipeline is not None and axis.name == program.pipeline.axis
         nothing = stages or axis.size == 1
-        share, could = (None, None) if nothing else (work.share(rows, axis.name), work.share(rows, axis.name, legal=True))
+        share, could = (None, None) if nothing else (divided_work.share(rows, axis.name), divided_work.share(rows, axis.name, legal=True))
         messages, sent, takes = _messages(program, axis.name, device) if stages else (0, 0, 0.0)
         times = axis.size if stages else None if share is None else 1 + share * (axis.size - 1)
         found.append(
             AxisAccount(
                 axis.name, axis.size, "stages of the model" if stages else "" if entry is None else str(entry).partition(": ")[2],
-                _source(entry, stages), share, could, times, _spared(program, axis.name, stages),
+                _source(entry, stages), share, could, times, _saved_bytes(program, axis.name, stages),
                 messages + sum(use.times for use in mine), sent + sum(use.times * use.bytes_per_rank for use in mine),
                 takes + sum(use.seconds for use in mine),
             )
@@ -79,14 +79,14 @@ def _source(entry: AxisEntry | None, stages: bool) -> str:
     return f"the plan, line {entry.line}" if entry.source == "hand" and entry.line else entry.source
 
 
-def _spared(program: PlainProgram, axis: str, stages: bool) -> int:
+def _saved_bytes(program: PlainProgram, axis: str, stages: bool) -> int:
     """What a rank would hold more for the whole call if the axis had one rank."""
-    ports = [port for port in program.inputs if port.kind in memory.KEPT and not port.host and not port.disk]
+    ports = [port for port in program.inputs if port.kind in peak_memory.KEPT and not port.host and not port.disk]
     now, alone = program.axis_sizes, {**program.axis_sizes, axis: 1}
     if not stages:
-        return sum(memory.port_bytes(port, alone) - memory.port_bytes(port, now) for port in ports)
+        return sum(peak_memory.port_bytes(port, alone) - peak_memory.port_bytes(port, now) for port in ports)
     held = [
-        sum(memory.port_bytes(port, now) for port in ports if program.owns(port.key, {axis: rank}))
+        sum(peak_memory.port_bytes(port, now) for port in ports if program.owns(port.key, {axis: rank}))
         for rank in range(program.mesh.size(axis))
     ]  # fmt: skip
-    return sum(memory.port_bytes(port, now) for port in ports) - max(held)
+    return sum(peak_memory.port_bytes(port, now) for port in ports) - max(held)

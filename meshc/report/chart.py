@@ -1,5 +1,4 @@
-"""Memory and time of a call, as SVG in a page. Of memory what is there for the whole call below, what the call makes above it, a budget
-as a line.
+"""SVG charts of a call: memory over time (with the budget as a line), and compute and wait times of a rank.
 
     |          .--peak
     |      .--'  '-.
@@ -16,7 +15,7 @@ from typing import Final
 
 from meshc.report.markup import Markup, join, tag
 from meshc.report.page import Memory
-from meshc.report.spans import Span
+from meshc.report.spans import TimeSpan
 from meshc.report.tables import bytes_text, seconds_text
 
 WIDTH, HEIGHT = 960, 240
@@ -83,7 +82,7 @@ def _mark(y: str, said: str, class_: str) -> Markup:
     return join([line, tag("text", said, x=LEFT - 8, y=y, dy="0.32em", text_anchor="end")])
 
 
-def time_chart(spans: Sequence[Span]) -> Markup:
+def time_chart(spans: Sequence[TimeSpan]) -> Markup:
     """Two rows: when a rank computes, by phase, and when it waits. Hovering says which, and from when to when."""
     last = max(one.end_s for one in spans)
     scale, row = (WIDTH - LEFT - RIGHT) / last, 28

@@ -1,4 +1,4 @@
-"""What experts are predicted to be sent and to do, as a table: even, and where one rank has more than the others.
+"""Table of predicted expert traffic and work, for even routing and for routing that favours one rank.
 
     experts of the rank with most, by how many times the mean that is (a layer, in one call)
       layers                      count    of    chosen    ranks    rows    at 2    at 4    bytes    at 2    at 4
@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Final
 
+from meshc.cost.divided_work import collapse_layers
 from meshc.cost.expert_traffic import Traffic, traffic
-from meshc.cost.work import collapsed
 from meshc.program.program import PlainProgram
 from meshc.report.tables import bytes_text, table
 
@@ -29,9 +29,9 @@ LINKS: Final = "rows of experts, bytes of a rank on each link: by the program, a
 TITLE: Final = "experts of the rank with most, by how many times the mean that is (a layer, in one call)"
 
 
-def told(program: PlainProgram) -> str:
+def expert_table(program: PlainProgram) -> str:
     """The table; nothing where no axis splits experts."""
-    alike = Counter(replace(one, path=collapsed(one.path)) for one in traffic(program))
+    alike = Counter(replace(one, path=collapse_layers(one.path)) for one in traffic(program))
     if not alike:
         return ""
     at = [f"at {times}" for times in IMBALANCES]

@@ -1,4 +1,4 @@
-"""A program in figures: what its plan says and what comes of it, as plain data that a file of JSON may hold.
+"""Figures of a program as plain JSON data: plan, shardings, collectives, memory and predicted seconds.
 
     {"plan": ["dp: batch", ...], "storage": {"fc.weight": {"params": "[ffn 8/tp, 4]", ...}},
      "collectives": [{"phase": "update", "collective": "all_reduce", "axes": ["dp"], "count": 1, "bytes_per_rank": 128}, ...],
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypedDict
 
-from meshc.cost import memory
-from meshc.cost.call import MODES
-from meshc.cost.devices import Device, for_mesh, named
-from meshc.cost.program import program_seconds
+from meshc.cost import peak_memory
+from meshc.cost.call_timeline import MODES
+from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.program_clock import program_seconds
 from meshc.ir import PHASES
 from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
@@ -24,12 +24,12 @@ from meshc.report.summary import collectives, communicating, gradient_shardings
 from meshc.report.tables import placement
 
 MEMORY = {
-    "parameter": "parameters", "state": "optimizer state", memory.COPY: "copies in torch's layout", "buffer": "buffers",
+    "parameter": "parameters", "state": "optimizer state", peak_memory.COPY: "copies in torch's layout", "buffer": "buffers",
     "constant": "constants", "input": "inputs",
 }  # fmt: skip
 
 
-class Moved(TypedDict):
+class CollectiveFigures(TypedDict):
     """The collectives of one kind over the same axes in one phase."""
 
     phase: str
@@ -49,7 +49,7 @@ class Figures(TypedDict):
     device: str
     plan: list[str]
     storage: dict[str, dict[str, str]]
-    collectives: list[Moved]
+    collectives: list[CollectiveFigures]
     memory_bytes: dict[str, int]
     seconds: dict[str, float]
     notes: list[str]
@@ -57,7 +57,7 @@ class Figures(TypedDict):
 
 def figures(program: PlainProgram, device: str | None = None) -> Figures:
     """The figures of a program; times are those of a device by name, or of the mesh's."""
-    on = for_mesh(program.mesh) if device is None else named(device)
+    on = for_mesh(program.mesh) if device is None else find_device(device)
     return Figures(
         mode=MODES.get(program.mode, program.mode),
         mesh=str(program.mesh),
@@ -85,7 +85,7 @@ def _storage(program: PlainProgram) -> dict[str, dict[str, str]]:
     return found
 
 
-def _collectives(program: PlainProgram) -> list[Moved]:
+def _collectives(program: PlainProgram) -> list[CollectiveFigures]:
     count: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
     moved: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
     for use in collectives(program):
@@ -93,11 +93,14 @@ def _collectives(program: PlainProgram) -> list[Moved]:
         count[key] += use.times
         moved[key] += use.times * use.bytes_per_rank
     ordered = sorted(count, key=lambda key: PHASES.index(key[0]))
-    return [Moved(phase=key[0], collective=key[1], axes=list(key[2]), count=count[key], bytes_per_rank=moved[key]) for key in ordered]
+    return [
+        CollectiveFigures(phase=key[0], collective=key[1], axes=list(key[2]), count=count[key], bytes_per_rank=moved[key])
+        for key in ordered
+    ]
 
 
 def _memory(program: PlainProgram) -> dict[str, int]:
-    most = memory.worst(program)
+    most = peak_memory.peak_rank(program)
     found = {text: most.kept[kind] for kind, text in MEMORY.items() if most.kept.get(kind)}
     if most.peak.gradients:
         found["gradients, at the peak"] = most.peak.gradients
@@ -113,4 +116,4 @@ def _seconds(program: PlainProgram, device: Device) -> dict[str, float]:
     found = {"computing": takes.compute, **there, **{communicating(axes): one for axes, one in takes.communication.items()}}
     if program.pipeline is not None:
         found["waiting for other stages"] = takes.idle
-    return {**found, "hidden behind computing": takes.hidden, "together": takes.total}
+    return {**found, "hidden behind computing": takes.hidden_s, "together": takes.total}

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text, in which nothing but what is made here is markup: every other text is escaped.
+"""Elements of HTML and SVG as text: all text is escaped except markup that is built here.
 
     tag("td", "a < b", tag("b", "c"), class_="n")       <td class="n">a &lt; b<b>c</b></td>
 """

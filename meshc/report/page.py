@@ -1,4 +1,4 @@
-"""Everything that a report says of a program, as data: `meshc/report/html.py` makes a page of it.
+"""Data of a report page; `meshc/report/html.py` renders it as HTML.
 
 Nothing is computed here that a summary does not compute; where the two say the same, they say it by the same functions.
 """
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshc.cost import memory
-from meshc.cost.alive import Alive, alive
-from meshc.cost.call import MODES, predicted
-from meshc.cost.devices import Device, for_mesh, named
-from meshc.cost.program import program_seconds
+from meshc.cost import peak_memory
+from meshc.cost.call_timeline import MODES, predict_timeline
+from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.liveness import Liveness, peak_liveness
+from meshc.cost.program_clock import program_seconds
 from meshc.ir import PHASES
 from meshc.pipelining import draw
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
-from meshc.report import held, offloaded, searched
+from meshc.report import memory_report, offload_table, search_tables
 from meshc.report.account import stage_accounts
 from meshc.report.axes import AxisAccount, axes
 from meshc.report.figures import MEMORY
-from meshc.report.spans import Span, spans
+from meshc.report.spans import TimeSpan, spans
 from meshc.report.summary import CollectiveUse, collectives, communicating, mostly, why
 from meshc.report.tables import bytes_text, seconds_text
-from meshc.report.tree import Branch, Made, tree, values
+from meshc.report.tree import Branch, FoldedValues, tree, values
 
 POINTS = 360
 """Of the course of memory over a call; each is the most of its part."""
@@ -61,7 +61,7 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-class Traffic(NamedTuple):
+class CollectiveTraffic(NamedTuple):
     """Collectives of a call that are of one kind, over the same axes, in one phase."""
 
     phase: str
@@ -103,7 +103,7 @@ class Memory(NamedTuple):
     budget: int | None
     course: Sequence[tuple[int, str]]
     peak: int
-    largest: Sequence[tuple[int, int, held.Alike]]
+    largest: Sequence[tuple[int, int, memory_report.LayerGroupKey]]
     further: tuple[int, int]
 
 
@@ -122,31 +122,31 @@ class Page:
     axes: Sequence[AxisAccount]
     times: Sequence[tuple[str, float]]
     hidden_s: float
-    traffic: Sequence[Traffic]
+    traffic: Sequence[CollectiveTraffic]
     largest: Sequence[Largest]
     copies: Grid
     memory: Memory
     stages: Grid
     timeline: str
-    spans: Sequence[Span]
+    spans: Sequence[TimeSpan]
     tree: Branch
-    values: Sequence[tuple[Made, int]]
+    values: Sequence[tuple[FoldedValues, int]]
     further_values: int
 
 
 def head(program: PlainProgram, name: str, device: str | None = None, budget: int | None = None) -> Head:
     """`name`: of the model; `device`: whose times, or else the mesh's; `budget`: bytes that a rank may hold, where the user has said so."""
     on = _device(program, device)
-    return _head(program, name, on, program_seconds(program, on).total, memory.worst(program).total, budget)
+    return _head(program, name, on, program_seconds(program, on).total, peak_memory.peak_rank(program).total, budget)
 
 
 def page(
     program: PlainProgram, name: str, device: str | None = None, budget: int | None = None,
-    weighed: Sequence[Weighed] | None = None, tried: Sequence[PipelineCandidate] | None = None,
+    weighed: Sequence[PlanCandidate] | None = None, tried: Sequence[PipelineCandidate] | None = None,
 ) -> Page:  # fmt: skip
     """All of it; arguments as `head` has them."""
     on = _device(program, device)
-    takes, found = program_seconds(program, on), alive(program)
+    takes, found = program_seconds(program, on), peak_liveness(program)
     uses, made = collectives(program, on), values(program)
     times = [("computing", takes.compute), *([("computing on the host", takes.there)] if takes.there else [])]
     times += [(communicating(over), one) for over, one in takes.communication.items()]
@@ -154,17 +154,19 @@ def page(
     return Page(
         head=_head(program, name, on, takes.total, found.holds.total, budget),
         notes=program.notes,
-        weighed=None if weighed is None else Grid(*searched.weighed_rows(weighed)),
-        tried=None if tried is None else Grid(*searched.tried_rows(tried)),
+        weighed=None if weighed is None else Grid(*search_tables.plan_candidate_rows(weighed)),
+        tried=None if tried is None else Grid(*search_tables.tried_rows(tried)),
         axes=axes(program, uses, on),
         times=times,
-        hidden_s=takes.hidden,
+        hidden_s=takes.hidden_s,
         traffic=_traffic(uses),
         largest=_largest(uses),
-        copies=Grid(offloaded.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in offloaded.rows_of(program)]),
+        copies=Grid(
+            offload_table.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in offload_table.rows_of(program)]
+        ),
         memory=_memory(program, found, budget),
         stages=_stages(program, on),
-        timeline=draw.svg(predicted(program, on)),
+        timeline=draw.svg(predict_timeline(program, on)),
         spans=spans(program, on),
         tree=tree(program),
         values=made[:SHOWN_VALUES],
@@ -173,7 +175,7 @@ def page(
 
 
 def _device(program: PlainProgram, device: str | None) -> Device:
-    return for_mesh(program.mesh) if device is None else named(device)
+    return for_mesh(program.mesh) if device is None else find_device(device)
 
 
 def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: int, budget: int | None) -> Head:
@@ -189,12 +191,12 @@ def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: in
 # ---------------------------------------------------------------------------------------------------------------------- collectives
 
 
-def _traffic(uses: Sequence[CollectiveUse]) -> list[Traffic]:
+def _traffic(uses: Sequence[CollectiveUse]) -> list[CollectiveTraffic]:
     groups: dict[tuple[tuple[str, ...], str, str], list[CollectiveUse]] = {}
     for use in uses:
         groups.setdefault((use.axes, use.phase, use.kind), []).append(use)
     found = [
-        Traffic(phase, kind, over, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
+        CollectiveTraffic(phase, kind, over, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
                 sum(use.seconds for use in those), mostly(those))
         for (over, phase, kind), those in groups.items()
     ]  # fmt: skip
@@ -220,20 +222,20 @@ def _largest(uses: Sequence[CollectiveUse]) -> list[Largest]:
 # --------------------------------------------------------------------------------------------------------------------------- memory
 
 
-def _memory(program: PlainProgram, found: Alive, budget: int | None) -> Memory:
+def _memory(program: PlainProgram, found: Liveness, budget: int | None) -> Memory:
     most, peak = found.holds, found.holds.peak
     kinds = [(text, most.kept[kind]) for kind, text in MEMORY.items() if most.kept.get(kind)]
     kinds += [("gradients, at the peak", peak.gradients)] if peak.gradients else []
     kinds += [("activations, at the peak", peak.total - peak.gradients)] if peak.total > peak.gradients else []
     kinds += [(text, size) for text, size in (("on the host, beside that", most.host), ("on its disk", most.disk)) if size]
-    folded = held.folded(found.values)
-    rest = [values for _, values in folded[held.LARGEST :]]
+    folded = memory_report.fold_layers(found.values)
+    rest = [values for _, values in folded[memory_report.LARGEST :]]
     course, at = _fewer(found.course, found.peak)
     return Memory(
         "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most", peak.at, kinds,
         sum(most.kept.values()), most.total, budget, course, at,
-        [(held.bytes_of(those), len(those), alike) for alike, those in folded[: held.LARGEST]],
-        (sum(map(len, rest)), sum(map(held.bytes_of, rest))),
+        [(memory_report.bytes_of(those), len(those), alike) for alike, those in folded[: memory_report.LARGEST]],
+        (sum(map(len, rest)), sum(map(memory_report.bytes_of, rest))),
     )  # fmt: skip
 
 

@@ -1,5 +1,4 @@
-"""Recurrences and running sums whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program
-and by formula.
+"""Table of recurrences and running sums along a split sequence: how steps run, and traffic by program and formula.
 
     steps along a split sequence, bytes of a rank forward and backward (a layer, in one call)
       layers    count    steps of    along    ranks    taken               forward    by formula    backward    by formula
@@ -15,8 +14,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Final
 
+from meshc.cost.divided_work import collapse_layers
 from meshc.cost.recurrence_traffic import Recurrence, traffic
-from meshc.cost.work import collapsed
 from meshc.program.program import PlainProgram
 from meshc.report.tables import bytes_text, table
 
@@ -24,9 +23,9 @@ HEADERS: Final = ["layers", "count", "steps of", "along", "ranks", "taken", "for
 TITLE: Final = "steps along a split sequence, bytes of a rank forward and backward (a layer, in one call)"
 
 
-def told(program: PlainProgram) -> str:
+def recurrence_table(program: PlainProgram) -> str:
     """The table; nothing where no axis splits steps."""
-    alike = Counter(replace(one, path=collapsed(one.path)) for one in traffic(program))
+    alike = Counter(replace(one, path=collapse_layers(one.path)) for one in traffic(program))
     return table([_row(one, count) for one, count in alike.items()], HEADERS, TITLE) if alike else ""
 
 

@@ -1,4 +1,4 @@
-"""What one run of a program's only stage spends its time on, in order: computing, by phase, and standing still for ranks and the host.
+"""Timeline of a single-stage program: spans of computing, by phase, and of waiting for ranks and the host.
 
     computes  |forward  |   |forward |backward      |  |update|
     waits               |---|                       |--|
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshc import ir
-from meshc.cost.clock import clocked
 from meshc.cost.devices import Device
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
+from meshc.cost.stage_clock import run_clock
 from meshc.ir import spmd
 from meshc.program.program import PlainProgram
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """From `start_s` to `end_s`. `waits`: nothing is computed, since what comes next reads what is on its way, or what is
     computed next takes as much longer beside messages."""
 
@@ -26,26 +26,26 @@ class Span(NamedTuple):
     end_s: float
 
 
-def spans(program: PlainProgram, device: Device) -> list[Span]:
+def spans(program: PlainProgram, device: Device) -> list[TimeSpan]:
     """By the clock that predicts a call; none of a program with several stages, whose timeline has these, or whose host computes too."""
     if program.pipeline is not None or len(program.stages) != 1 or len(program.schedule) != 1:
         return []
-    total, clock = clocked(program.stage.graph, program.mesh, device)
+    total, clock = run_clock(program.stage.graph, program.mesh, device)
     if total.there:
         return []
-    found: list[Span] = []
+    found: list[TimeSpan] = []
     now, phase = 0.0, ir.PHASES[0]
     for node in ir.calls(program.stage.graph):
         if spmd.is_collective(node.target) or (spmd.is_host_copy(node.target) and device.host is not None):
             continue
         phase, end = ir.records(node)[0].phase, clock.made[node]
         begin = max(now, end - seconds(node, device))
-        found = _longer(_longer(found, Span(phase, True, now, begin)), Span(phase, False, begin, end))
+        found = _longer(_longer(found, TimeSpan(phase, True, now, begin)), TimeSpan(phase, False, begin, end))
         now = max(now, end)
-    return _longer(found, Span(phase, True, now, total.total))
+    return _longer(found, TimeSpan(phase, True, now, total.total))
 
 
-def _longer(found: list[Span], more: Span) -> list[Span]:
+def _longer(found: list[TimeSpan], more: TimeSpan) -> list[TimeSpan]:
     """With one more, which may go on where the last one ends."""
     if more.end_s <= more.start_s:
         return found

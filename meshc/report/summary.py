@@ -1,4 +1,4 @@
-"""Tables about a program: where parameters lie, what is communicated and why, what a rank keeps in memory, how long a call takes.
+"""Summary tables of a program: parameter shardings, collectives and their reasons, memory, predicted time.
 
 Everything is read off the program's own graphs and figures of devices; nothing is measured, and nothing needs a process group.
 """
@@ -15,22 +15,22 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
-from meshc.cost import memory, work
-from meshc.cost.call import MODES, predicted
-from meshc.cost.clock import HOST
-from meshc.cost.devices import Device, for_mesh, named
+from meshc.cost import divided_work, peak_memory
+from meshc.cost.call_timeline import MODES, predict_timeline
+from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.divided_work import collapse_layers
 from meshc.cost.flops import flops
 from meshc.cost.links import collective_seconds, payload
-from meshc.cost.padding import padding
-from meshc.cost.program import program_seconds
-from meshc.cost.work import collapsed
+from meshc.cost.padding_waste import padding
+from meshc.cost.program_clock import program_seconds
+from meshc.cost.stage_clock import HOST
 from meshc.ir import PHASES, Source, spmd
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
-from meshc.report import experts, held, offloaded, recurrences, uneven
+from meshc.report import attention_report, experts, memory_report, offload_table, recurrences
 from meshc.report.account import link_accounts, stage_accounts
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
 
@@ -63,7 +63,7 @@ class CollectiveUse:
 def collectives(program: PlainProgram, device: Device | None = None) -> list[CollectiveUse]:
     """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'.
     `device`: whose seconds they have; without one they have none."""
-    runs = memory.runs(program)
+    runs = peak_memory.runs(program)
     found = []
     for stage in program.stages.values():
         for node in stage.graph.nodes:
@@ -85,9 +85,14 @@ def collectives(program: PlainProgram, device: Device | None = None) -> list[Col
 def summary(program: PlainProgram, device: str | None = None, budget: int | None = None) -> str:
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
     bytes that a rank may hold, where the user has said so."""
-    on = for_mesh(program.mesh) if device is None else named(device)
-    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.told(program)]
-    blocks += [recurrences.told(program), uneven.told(program, on), _offloaded(program), held.told(program, budget)]
+    on = for_mesh(program.mesh) if device is None else find_device(device)
+    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.expert_table(program)]
+    blocks += [
+        recurrences.recurrence_table(program),
+        attention_report.attention_table(program, on),
+        _offload_table(program),
+        memory_report.memory_table(program, budget),
+    ]
     blocks += [_time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -112,7 +117,7 @@ def _plan(lines: list[str]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------------- parameters
 
 
-class _Alike(NamedTuple):
+class _ParameterGroupKey(NamedTuple):
     """What parameters of one row have in common; of gradient and state where they lie otherwise."""
 
     name: str
@@ -133,7 +138,7 @@ def _parameters(program: PlainProgram) -> str:
             states[port.of].append(port)
     staged = None if program.pipeline is None else program.pipeline.axis
     axes = [name for name in program.mesh.names if name != staged]
-    groups: dict[_Alike, list[Port]] = defaultdict(list)
+    groups: dict[_ParameterGroupKey, list[Port]] = defaultdict(list)
     for port in program.inputs:
         if port.kind == "parameter":
             kept = [state for state in states[port.name] if state.shape == port.shape]
@@ -142,7 +147,7 @@ def _parameters(program: PlainProgram) -> str:
                 _placement(kept[0].sharding if kept else None, port.sharding, sizes),
             )
             stored = placement(port.sharding, port.shape), dtensor_placements(port.sharding, program.mesh, axes)
-            groups[_Alike(collapsed(port.name), port.shape, *stored, *others, port.dtype)].append(port)
+            groups[_ParameterGroupKey(collapse_layers(port.name), port.shape, *stored, *others, port.dtype)].append(port)
     if not groups:
         return ""
     rows = []
@@ -167,7 +172,7 @@ def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Seq
     found: Counter[int | None] = Counter()
     for port, mine in zip(owned, values, strict=True):
         owner = None if program.pipeline is None else program.pipeline.owners.get(port.key)
-        found[owner] += sum(memory.port_bytes(value, program.axis_sizes) for value in mine)
+        found[owner] += sum(peak_memory.port_bytes(value, program.axis_sizes) for value in mine)
     ranks = sorted(owner for owner in found if owner is not None)
     whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks)), max(found.values())
@@ -191,7 +196,7 @@ def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
     for stage in program.stages.values():
         keys = stage.keys()
         for node in stage.graph.nodes:
-            for parameter, gradient in memory.updates(node):
+            for parameter, gradient in peak_memory.updates(node):
                 while parameter.op == "call_function" and parameter.target is not torch.ops.aten.cat.default:
                     parameter = parameter.all_input_nodes[0]  # the update is of another tile than the one that is stored
                 name = name_of(keys[parameter]) if is_a(keys.get(parameter, ""), "parameter") else ""
@@ -209,7 +214,7 @@ def _pipeline(program: PlainProgram, device: Device) -> str:
     pipeline = program.pipeline
     if pipeline is None:
         return ""
-    line = predicted(program, device)
+    line = predict_timeline(program, device)
     rows = [
         [
             one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
@@ -263,14 +268,14 @@ def why(use: CollectiveUse) -> str:
     if said[1]:
         return said[0] + " together"
     where = f" in {use.source.module}" if use.source.module and " of " not in said[0] else ""
-    return " ".join(collapsed(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
+    return " ".join(collapse_layers(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
 
 
-def _offloaded(program: PlainProgram) -> str:
-    rows = offloaded.rows_of(program)
+def _offload_table(program: PlainProgram) -> str:
+    rows = offload_table.rows_of(program)
     shown = [(phase, copy, count, bytes_text(total), bytes_text(most), why) for phase, copy, count, total, most, why in rows]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
-    return table(shown, offloaded.HEADERS, f"copies between device and host in one call{of}") if rows else ""
+    return table(shown, offload_table.HEADERS, f"copies between device and host in one call{of}") if rows else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- time
@@ -288,7 +293,9 @@ def _time(program: PlainProgram, device: Device) -> str:
     title = f"predicted time of a call ({device.name}: {device.source})"
     lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
-        lines.append(f"  {seconds_text(takes.hidden)} of the communication{' and of the host' * bool(takes.there)} hidden behind computing")
+        lines.append(
+            f"  {seconds_text(takes.hidden_s)} of the communication{' and of the host' * bool(takes.there)} hidden behind computing"
+        )
     return "\n".join(lines)
 
 
@@ -303,7 +310,7 @@ def communicating(axes: str) -> str:
 def _work(program: PlainProgram) -> str:
     """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
     title = "work (matrix products, convolutions, attention)"
-    rows = work.of(program)
+    rows = divided_work.work_rows(program)
     if rows is None:
         return f"{title}\n  not known: the program was made by a meshc that did not keep it; compile again"
     total = sum(row.flops for row in rows)
@@ -311,16 +318,17 @@ def _work(program: PlainProgram) -> str:
         return ""
     axes = [axis for axis in program.mesh.axes if axis.size > 1 and (program.pipeline is None or axis.name != program.pipeline.axis)]
     shares = [
-        (axis.name, axis.size, _percent(work.share(rows, axis.name)), _percent(work.share(rows, axis.name, legal=True))) for axis in axes
+        (axis.name, axis.size, _percent(divided_work.share(rows, axis.name)), _percent(divided_work.share(rows, axis.name, legal=True)))
+        for axis in axes
     ]
     lines = [table(shares, ["axis", "ranks", "of the arithmetic split", "of what it could split"], title) if shares else title]
     lines += [
         f"  {axis.name} splits nothing of {row}: {100 * row.flops / total:.1f} %, "
-        f"{'which another entry of the plan may split' if row.by_axis[axis.name] == work.COULD else 'which has no legal split'}"
+        f"{'which another entry of the plan may split' if row.by_axis[axis.name] == divided_work.COULD else 'which has no legal split'}"
         for axis in axes
-        for row in work.largest_whole(rows, axis.name)
+        for row in divided_work.largest_whole(rows, axis.name)
     ]
-    repeated = f"all ranks together do {_done(program) / total:.2f} times that (padding, and what is repeated)"
+    repeated = f"all ranks together do {_total_arithmetic(program) / total:.2f} times that (padding, and what is repeated)"
     lines.append(f"  {bytes_text(total, 'FLOP')} a call; {repeated}")
     return "\n".join(lines)
 
@@ -329,9 +337,9 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def _done(program: PlainProgram) -> float:
+def _total_arithmetic(program: PlainProgram) -> float:
     """What all ranks do in one call, as their graphs have it."""
-    runs = memory.runs(program)
+    runs = peak_memory.runs(program)
     one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
     pipelines = 1 if program.pipeline is None else program.pipeline.schedule.ranks  # what runs on one rank of the axis runs on no other
     return one * program.mesh.world_size / pipelines
@@ -368,7 +376,7 @@ class Names(Protocol):
     def also(self) -> Mapping[int, Iterable[str]]: ...
 
 
-class Found(Protocol):
+class FactorClasses(Protocol):
     """`dims`: (node, result) -> classes of each dim, `size`: of each class (`meshc.passes.phases.factors`)."""
 
     @property
@@ -377,20 +385,20 @@ class Found(Protocol):
     def size(self) -> Mapping[int, int]: ...
 
 
-def factors(names: Names, found: Found, program: PlainProgram) -> str:
+def factors(names: Names, found: FactorClasses, program: PlainProgram) -> str:
     """What a plan can name: a row a name, with sizes, the number of classes and some members."""
     members: dict[int, list[str]] = defaultdict(list)
     graph = next((node.graph for node, _ in found.dims), None)
     if graph is not None:
         for port, node in zip(program.inputs, placeholders(graph), strict=True):
             if port.kind in ("parameter", "input", "buffer"):
-                shown = collapsed(port.name) if port.kind != "input" else port.key
+                shown = collapse_layers(port.name) if port.kind != "input" else port.key
                 for dim, row in enumerate(found.dims[(node, 0)]):
                     for factor in row:
                         members[factor].append(f"{shown}[{dim}]")
     groups: dict[str, list[int]] = defaultdict(list)
     for factor in sorted(found.size):
-        groups[collapsed(names.of[factor])].append(factor)
+        groups[collapse_layers(names.of[factor])].append(factor)
     rows = []
     for name, classes in groups.items():
         aliases = sorted({alias for factor in classes for alias in names.also[factor]} - {names.of[factor] for factor in classes})
@@ -403,4 +411,4 @@ def factors(names: Names, found: Found, program: PlainProgram) -> str:
     return table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
 
 
-__all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary", "why"]
+__all__ = ["CollectiveUse", "collapse_layers", "collectives", "factors", "gradient_shardings", "summary", "why"]

@@ -1,4 +1,4 @@
-"""What tables say: values and how they lie, bytes, seconds, shares."""
+"""Text formatting for tables: shardings, bytes, seconds, shares."""
 
 from __future__ import annotations
 

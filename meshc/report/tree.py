@@ -1,4 +1,4 @@
-"""A model's modules with how what they hold lies, equal layers as one; and the values that a program makes, equal ones as one.
+"""Module tree of a model with shardings, equal layers folded; and the values of a program, equal ones folded.
 
     model
       layers.0-31                                  32 alike
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from meshc import ir
-from meshc.cost import memory
-from meshc.cost.work import collapsed
+from meshc.cost import peak_memory
+from meshc.cost.divided_work import collapse_layers
 from meshc.ir.sharding import Sharding
 from meshc.program.program import PlainProgram, Port
 from meshc.report.summary import gradient_shardings
@@ -73,14 +73,14 @@ class Branch:
 GIVES: Final = "gives"
 
 
-class _Open:
+class _ModuleBuilder:
     """A module while it is filled."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        self.children: dict[str, _Open] = defaultdict(_Open)
+        self.children: dict[str, _ModuleBuilder] = defaultdict(_ModuleBuilder)
 
-    def at(self, path: Sequence[str]) -> _Open:
+    def at(self, path: Sequence[str]) -> _ModuleBuilder:
         here = self
         for word in path:
             here = here.children[word]
@@ -89,7 +89,7 @@ class _Open:
 
 def tree(program: PlainProgram) -> Branch:
     """The model, as parameters, buffers and operators name its modules."""
-    root = _Open()
+    root = _ModuleBuilder()
     states: dict[str, list[Port]] = defaultdict(list)
     for port in program.inputs:
         if port.kind == "state":
@@ -99,10 +99,10 @@ def tree(program: PlainProgram) -> Branch:
         if port.kind in ("parameter", "buffer"):
             *path, name = port.name.split(".", DEEPEST)
             root.at(path).leaves.append(_leaf(program, name, port, gradients.get(port.name), states[port.name]))
-    for module, one in _given(program).items():
+    for module, one in _module_outputs(program).items():
         gives = Leaf(GIVES, GIVES, _dtype(one), lies(one.sharding, one.shape), _partial(one.sharding), bytes=ir.local_bytes(one))
         root.at(module.split(".", DEEPEST)).leaves.append(gives)
-    return _folded("", root)
+    return _fold_modules("", root)
 
 
 def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | None, states: Sequence[Port]) -> Leaf:
@@ -112,7 +112,7 @@ def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | Non
         "" if one is None or placement(one, port.shape) == own else placement(one, port.shape)
         for one in (gradient, kept[0] if kept else None)
     )  # fmt: skip
-    size, state_size = (sum(memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
+    size, state_size = (sum(peak_memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
     where = "on the disk" if port.disk else "on the host" if port.host else ""
     if not where and any(each.host for each in states):
         where = "its state on the host"
@@ -120,7 +120,7 @@ def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | Non
     return Leaf(name, port.kind, dtype, lies(port.sharding, port.shape), (), other, state, where, size, state_size)
 
 
-def _given(program: PlainProgram) -> dict[str, ir.Record]:
+def _module_outputs(program: PlainProgram) -> dict[str, ir.Record]:
     """Module -> the last value that is made in forward under its own name."""
     found: dict[str, ir.Record] = {}
     for stage in program.stages.values():
@@ -143,11 +143,11 @@ def _partial(sharding: Sharding | None) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------------------- folding
 
 
-def _folded(name: str, module: _Open) -> Branch:
+def _fold_modules(name: str, module: _ModuleBuilder) -> Branch:
     """A module with those of its modules that are alike as one."""
     groups: dict[Branch, list[str]] = {}
     for word, child in module.children.items():
-        made = _folded(word, child)
+        made = _fold_modules(word, child)
         groups.setdefault(replace(made, name="") if word.isdecimal() else made, []).append(word)
     children = (
         replace(alike, name=words[0] if len(words) == 1 else ranges(map(int, words)), count=len(words)) for alike, words in groups.items()
@@ -169,7 +169,7 @@ def ranges(numbers: Iterable[int]) -> str:
 # -------------------------------------------------------------------------------------------------------------------------- values
 
 
-class Made(NamedTuple):
+class FoldedValues(NamedTuple):
     """Values that equal layers and stages make alike. `bytes`: of one, on a rank."""
 
     name: str
@@ -184,10 +184,10 @@ class Made(NamedTuple):
     reason: str
 
 
-def values(program: PlainProgram) -> list[tuple[Made, int]]:
+def values(program: PlainProgram) -> list[tuple[FoldedValues, int]]:
     """What operators and collectives make, with how many are alike, the largest first."""
-    found: dict[Made, int] = {}
-    names: dict[Made, str] = {}
+    found: dict[FoldedValues, int] = {}
+    names: dict[FoldedValues, str] = {}
     for made in _each(program):
         alike = made._replace(name="")
         names.setdefault(alike, made.name)
@@ -195,7 +195,7 @@ def values(program: PlainProgram) -> list[tuple[Made, int]]:
     return sorted(((one._replace(name=names[one]), count) for one, count in found.items()), key=lambda item: -item[0].bytes * item[1])
 
 
-def _each(program: PlainProgram) -> Iterator[Made]:
+def _each(program: PlainProgram) -> Iterator[FoldedValues]:
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
             one = ir.records(node)[0]
@@ -204,7 +204,7 @@ def _each(program: PlainProgram) -> Iterator[Made]:
             source = one.source
             line = f"{source.file.rsplit('/', 1)[-1]}:{source.line}" if source.file else ""
             size = sum(map(ir.local_bytes, ir.records(node)))
-            yield Made(
-                node.name, one.phase, ir.op_name(node), collapsed(source.module), line, lies(one.sharding, one.shape),
+            yield FoldedValues(
+                node.name, one.phase, ir.op_name(node), collapse_layers(source.module), line, lies(one.sharding, one.shape),
                 _partial(one.sharding), _dtype(one), size, one.reason,
             )  # fmt: skip

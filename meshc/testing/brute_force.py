@@ -1,4 +1,4 @@
-"""Proves a rule by running it: every letter that the rule allows is split, every rank runs its part, the parts are put together again.
+"""Brute-force proof of a sharding rule: each allowed split runs on every rank, and the joined results are compared.
 
 Padding of operands holds NaN, or an index out of range. Where a reduction may be deferred past the operator, operands come in partial.
 """
@@ -33,7 +33,7 @@ from meshc.rules.partial import Deferral, deferrals
 from meshc.rules.roles import check_roles
 from meshc.rules.rule import Turns
 from meshc.runtime.simulator.simulate import run_stage
-from meshc.testing.tiles import assemble, owned, tiles
+from meshc.testing.rank_tiles import assemble, owned_indices, tiles
 
 aten = torch.ops.aten
 Chosen = dict[Token, tuple[str, ...]]
@@ -156,7 +156,7 @@ def pairs(one: OneOp) -> Iterator[Chosen]:
                 yield {token: axes}
 
 
-def run(
+def run_on_ranks(
     one: OneOp, mesh: Mesh, chosen: Chosen, *, partial: Deferral | None = None, zero: bool = False, turns: Turns | None = None
 ) -> list[Tensor | None]:  # fmt: skip
     """The results put together from all ranks. `partial`: operands that are so over the axis p; `zero`: padding known to be zero; `turns`:
@@ -215,7 +215,7 @@ def check_record(node: Node, values: list[Any], mesh: Mesh) -> None:
 
 def _check_zero(node: Node, value: Tensor, sharding: Sharding, sizes: Mapping[str, int], at: Mapping[str, int]) -> None:
     parts: list[tuple[int, int, Part]] = list(sharding.parts())
-    held = [owned(part, sizes, at) for _, _, part in parts]
+    held = [owned_indices(part, sizes, at) for _, _, part in parts]
     x = value.reshape([length for _, length in held])
     for position, (dim, place, _) in enumerate(parts):
         if (dim, place) in sharding.zero:
@@ -234,9 +234,9 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
     ran = 0
     for mesh, chosen in choices(one, most_pairs):
         for zero in (False, True) if chosen and knows else (False,):
-            _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}", zero=zero)
+            _try(sample, one, mesh, chosen, f"{_split_text(one, chosen)} on {mesh}{', padding zero' if zero else ''}", zero=zero)
         for turns in _turns(one, mesh, chosen):
-            _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}, in {turns}", turns=turns)
+            _try(sample, one, mesh, chosen, f"{_split_text(one, chosen)} on {mesh}, in {turns}", turns=turns)
         ran += 1
     if rule.settles:  # partition finishes what is partial before these; what may come in partial is said of the operator itself
         one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
@@ -247,7 +247,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
             chosen = {token: ("a",)} if token else {}
             if any(sums.get(token, deferral.left) != deferral.left for sums in one.instance.sums):  # type: ignore[arg-type]
                 continue  # partial over two reductions at once has no meaning
-            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, partial: {deferral}", partial=deferral)
+            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_split_text(one, chosen)}, partial: {deferral}", partial=deferral)
             ran += 1
     return ran
 
@@ -260,13 +260,13 @@ def _turns(one: OneOp, mesh: Mesh, chosen: Chosen) -> list[Turns]:
 
 def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, **how: Any) -> None:
     try:
-        found = run(one, mesh, chosen, **how)
+        found = run_on_ranks(one, mesh, chosen, **how)
     except AssertionError as error:
         raise AssertionError(f"{said}: {error}") from error
     check(sample, one, found, said)
 
 
-def _said(one: OneOp, chosen: Chosen) -> str:
+def _split_text(one: OneOp, chosen: Chosen) -> str:
     letters = ", ".join(f"{letter}.{position}: {'/'.join(axes)}" for (letter, position), axes in chosen.items())
     return f"{one.node.target} with {letters or 'nothing'} split"
 

@@ -1,4 +1,4 @@
-"""`meshc.testing.prove_rule`: the rule of an operator, tried on calls of it.
+"""Public `meshc.testing.prove_rule`: tests an operator's sharding rule on sample calls.
 
     meshc.testing.prove_rule("mylib::my_rmsnorm", [(torch.randn(5, 7), torch.randn(7))])
 

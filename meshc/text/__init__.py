@@ -1,1 +1,1 @@
-"""A program as text: printed, parsed, and which operators it may name."""
+"""Text format of programs: printer, parser, and the operators that a text may name."""

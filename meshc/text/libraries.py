@@ -1,4 +1,4 @@
-"""Libraries of operators that a text may name beside torch's and meshc's own: those that the caller has said it trusts, none by default.
+"""Operator libraries that a text may name besides torch and meshc: those the caller trusts, none by default.
 
 A kernel believes what it is called with, and a fake what it is asked; of torch's and meshc's, `operators.txt` and `meshc/check` answer for
 that. Of another library its author does, so whoever reads a program says so by its name. The name never comes from the program.
@@ -55,7 +55,7 @@ def allow(words: str) -> None:
 
 
 @contextmanager
-def trusted() -> Iterator[None]:
+def trust_libraries() -> Iterator[None]:
     """In it texts may name operators of any library that this process has: they are of another rank of the same run."""
     _allowed.add(_ANY)
     try:

@@ -1,4 +1,4 @@
-"""Reading a program's text back: `ast` finds the assignments, the allow-list the operators; nothing in a text is ever executed.
+"""Parser of a program's text: `ast` finds assignments, the allow-list resolves operators; nothing is executed.
 
 The grammar is what `meshc.text` prints: one function a stage, one call an assignment, blocks that are regions, arguments that are
 names, literals, constants, lists. Everything else is refused with the line, what is wrong there, and what may stand there.
@@ -28,8 +28,8 @@ from meshc.ir.sharing import WORDS, set_sharing
 from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
 from meshc.program.program import Origin, Stage
-from meshc.text.allowed import resolve
-from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, Row, SideTable
+from meshc.text.allowed_operators import resolve
+from meshc.text.printer import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, SideRow, SideTable
 
 REGION: Final = "the only blocks are regions, by number: with region(3):"
 TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] partial(sum: cp), i64[8, 128], int"
@@ -60,7 +60,7 @@ def parse_stage(text: str, side_table: SideTable | None = None, where: str = "pr
 
     Raises ArtifactError. The text of the result is `text`, without the comments of which the side table knows nothing.
     """
-    return _Reader(text, side_table or {}, where).stage()
+    return _StageReader(text, side_table or {}, where).stage()
 
 
 def parse_type(
@@ -207,7 +207,7 @@ def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:
     return frozenset((int(dim), int(position)) for dim, position in re.findall(r"(\d+)\.(\d+)", clause, re.ASCII))
 
 
-class _Reader:
+class _StageReader:
     """One text on its way to a stage."""
 
     def __init__(self, text: str, side_table: SideTable, where: str) -> None:
@@ -318,7 +318,7 @@ class _Reader:
         if not isinstance(target, ast.Name) or not isinstance(value, ast.Call):
             self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
         try:
-            operator = resolve(self.dotted(value.func))
+            operator = resolve(self.dotted_name(value.func))
         except ArtifactError as error:
             self.fail(value.func, str(error))
         arguments = tuple(self.argument(item) for item in value.args)
@@ -355,13 +355,13 @@ class _Reader:
             self.fail(annotation, str(error))
         row = self.side_table.get(name, {})
         if isinstance(found, tuple):
-            rows: Sequence[Row | list[Row]] = row if isinstance(row, list) and len(row) == len(found) else [row] * len(found)
-            ir.set_record(node, tuple(self.told(name, record, row) for record, row in zip(found, rows, strict=True)))
+            rows: Sequence[SideRow | list[SideRow]] = row if isinstance(row, list) and len(row) == len(found) else [row] * len(found)
+            ir.set_record(node, tuple(self.with_side_row(name, record, row) for record, row in zip(found, rows, strict=True)))
         else:
-            ir.set_record(node, self.told(name, found, row))
+            ir.set_record(node, self.with_side_row(name, found, row))
         return node
 
-    def told(self, name: str, record: Record, row: Row | list[Row]) -> Record:
+    def with_side_row(self, name: str, record: Record, row: SideRow | list[SideRow]) -> Record:
         """The record with what the side table says of it."""
         try:
             if not isinstance(row, dict):
@@ -401,7 +401,7 @@ class _Reader:
             case _:
                 if self.hints and (size := self.size(value)) is not None:
                     return size
-                self.fail(value, f"{_shown(value)} may not stand here; {ARGUMENT}")
+                self.fail(value, f"{_excerpt(value)} may not stand here; {ARGUMENT}")
 
     def size(self, value: ast.expr) -> Number | None:
         try:
@@ -414,11 +414,11 @@ class _Reader:
             self.fail(value, f"{what} is a string")
         return value.value
 
-    def dotted(self, function: ast.expr) -> str:
+    def dotted_name(self, function: ast.expr) -> str:
         if isinstance(function, ast.Attribute):
-            return f"{self.dotted(function.value)}.{function.attr}"
+            return f"{self.dotted_name(function.value)}.{function.attr}"
         if not isinstance(function, ast.Name):
-            self.fail(function, f"{_shown(function)} is no operator's name")
+            self.fail(function, f"{_excerpt(function)} is no operator's name")
         return function.id
 
 
@@ -431,7 +431,7 @@ def _words(text: str) -> list[str]:
     return words
 
 
-def _shown(value: ast.expr) -> str:
+def _excerpt(value: ast.expr) -> str:
     text = ast.unparse(value)
     return text if len(text) <= 60 else f"{text[:60]} ..."
 

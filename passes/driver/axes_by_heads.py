@@ -21,7 +21,7 @@ from meshc.plan.by_group import GROUP, SHARED, parts_by_group
 from meshc.plan.by_name import HEADS, parts_by_name
 from meshc.plan.by_node import with_axes_apart
 from meshc.plan.plan import open_axes
-from meshc.plan.products import factor_of, parts_of, settled, taken_apart
+from meshc.plan.products import factor_of, keep_one_factor, parts_of, taken_apart
 
 if TYPE_CHECKING:
     from meshc.passes.planner import shared_key_pins
@@ -54,7 +54,7 @@ def _by_product(placed: PlacedModel) -> PlacedModel:
         if len(found) > 1:
             parts[entry.axis] = found
         else:
-            entries[entry.axis] = settled(entry, factor_of(term, ranks, sizes))
+            entries[entry.axis] = keep_one_factor(entry, factor_of(term, ranks, sizes))
     if parts and placed.request.fixed:
         raise PlanError(
             f"{apart[0][0].where}: another program of this model has settled how its parameters lie, on the mesh {placed.mesh}, and this "

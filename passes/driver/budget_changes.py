@@ -17,9 +17,9 @@ from functools import cached_property, reduce
 from math import ceil, prod
 from typing import Final, TypeAlias
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.depth.unequal import Unequal
@@ -63,7 +63,7 @@ class TriedChange:
         return f"{self.said}: {self.holds:,} bytes, {longer}"
 
 
-def _unchanged(plan: Plan) -> Plan:
+def _same_plan(plan: Plan) -> Plan:
     return plan
 
 
@@ -74,7 +74,7 @@ class RequestChange:
 
     said: str
     asks: Mapping[str, object] = field(default_factory=dict)
-    writes: Callable[[Plan], Plan] = _unchanged
+    writes: Callable[[Plan], Plan] = _same_plan
     stores: bool = False
 
     def of(self, request: Request, plan: Plan) -> Request:
@@ -125,7 +125,7 @@ class ChangeTrials:
         some = [change for change in changes(self.left, self.asked.request, self.budget) if not (self.axes and change.stores)]
         looked = self._try_all(some, closest)
         if not any(found.holds <= self.budget for _, found in looked):
-            held = memory.worst(self.left.as_program()).total
+            held = peak_memory.peak_rank(self.left.as_program()).total
             saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
             looked += self._try_together([change for change, _ in saving], closest)
         near = [each for each in looked if each[1].holds <= NEAR * self.budget]
@@ -172,7 +172,7 @@ class ChangeTrials:
                 return None
             holds, found = found.error.need.most.total, cut
         else:
-            holds = memory.worst(found.as_program()).total
+            holds = peak_memory.peak_rank(found.as_program()).total
         head = "" if found.placed.chunked is None else records(found.placed.chunked.product)[0].source.module
         if HEAD in change.said and not head:
             return None  # there is no head, or it runs whole
@@ -256,7 +256,7 @@ def _store_changes(left: LoweredProgram) -> Iterator[RequestChange]:
 def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
     """As many as leave little enough of what a call makes at a time, at least twice what there are; None where the batch has no such
     number of parts."""
-    request, holds = left.request, memory.worst(left.as_program())
+    request, holds = left.request, peak_memory.peak_rank(left.as_program())
     if not request.train or left.parts is not None:
         return None
     stays = sum(holds.kept.values()) + holds.peak.gradients

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshc.cost import memory
-from meshc.cost.alive import alive
+from meshc.cost import peak_memory
+from meshc.cost.liveness import peak_liveness
 from meshc.errors import MeshcError
 from meshc.passes import pipeline
 from meshc.passes.driver import budget_changes
@@ -25,7 +25,7 @@ from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold
-from meshc.report.held import lines_of
+from meshc.report.memory_report import lines_of
 
 Again = Callable[[PlacedModel], LoweredProgram]
 """The search, under another request."""
@@ -37,10 +37,10 @@ def refuse_over_budget(placed: PlacedModel, left: LoweredProgram, lower: Lower) 
     if budget is None or left.request.double:
         return
     program = left.as_program()
-    held = memory.worst(program)
+    held = peak_memory.peak_rank(program)
     if held.total > budget:
         trying = budget_changes.ChangeTrials(placed, left, budget, lower, _lower_within_budget(lower))
-        raise plan_exceeds_budget(left.placed, budget, held, lines_of(alive(program, holds=held)), trying.find_changes)
+        raise plan_exceeds_budget(left.placed, budget, held, lines_of(peak_liveness(program, holds=held)), trying.find_changes)
 
 
 def no_stages_error(placed: PlacedModel, error: DoesNotFit, lower: Lower) -> NothingFits:
@@ -48,7 +48,7 @@ def no_stages_error(placed: PlacedModel, error: DoesNotFit, lower: Lower) -> Not
     budget = may_hold(placed.request) or 0
     left = closest_program(error.need)
     trying = budget_changes.ChangeTrials(placed, left, budget, lower, _lower_within_budget(lower))
-    return stages_exceed_budget(error, placed, budget, lines_of(alive(left.as_program())), trying.find_changes)
+    return stages_exceed_budget(error, placed, budget, lines_of(peak_liveness(left.as_program())), trying.find_changes)
 
 
 def no_plan_error(judge: Judge, axes: tuple[str, ...], least: float | None, lower: Lower, again: Again) -> MeshcError:
@@ -57,7 +57,7 @@ def no_plan_error(judge: Judge, axes: tuple[str, ...], least: float | None, lowe
     needs = [one.need for one in judge.refused if isinstance(one, DoesNotFit)]
     if closest is None and needs:
         closest = closest_program(min(needs, key=lambda need: need.most.total))
-    values = [] if closest is None else lines_of(alive(closest.as_program()))
+    values = [] if closest is None else lines_of(peak_liveness(closest.as_program()))
     if closest is None or judge.budget is None:
         return judge.refusal(axes, least, values)
     trying = budget_changes.ChangeTrials(judge.placed, closest, judge.budget, lower, lambda placed, _: again(placed), axes)

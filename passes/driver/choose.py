@@ -50,7 +50,7 @@ from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.search_space import Option
 from meshc.passes.stages.pipeline_memory import may_hold
 from meshc.plan.plan import open_axes
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 
 BEST: Final = 3
 """Choices of one search that go through all passes."""
@@ -317,7 +317,7 @@ class _CandidateSearch:
         """The fewest bytes that any choice holds by the model, of those that were found."""
         return min((one.least for one in (self.search, self._near) if one is not None and one.least is not None), default=None)
 
-    def note(self, taken: Weighed) -> str:
+    def note(self, taken: PlanCandidate) -> str:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"
         if not self.judge.fits((FOUND, HIDES, AGAIN)):  # none fits, or none could grow
             return f"{said}; {taken.name} is taken"
@@ -329,6 +329,6 @@ def _estimated_seconds(found: FoundChoice) -> float:
     return overlapped_seconds(found.model, found.pick)
 
 
-def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> Weighed:
+def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> PlanCandidate:
     seconds = float(found.model.seconds(found.pick))
-    return Weighed(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))
+    return PlanCandidate(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))

@@ -17,10 +17,10 @@ from typing import Final
 
 import torch
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
@@ -104,7 +104,7 @@ def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
 
 def recompute_s(left: LoweredProgram) -> float:
     """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
-    device, runs = for_mesh(left.mesh), memory.runs(left.as_program())
+    device, runs = for_mesh(left.mesh), peak_memory.runs(left.as_program())
     return max(runs[name] * sum(_recompute_seconds(stage, left, device)) for name, stage in left.stages.items())
 
 

@@ -34,7 +34,7 @@ from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
 from meshc.passes.trace import mean_of_parts
-from meshc.plan.expert_groups import splits
+from meshc.plan.expert_group_counts import splits
 from meshc.plan.plan import open_axes
 from meshc.program import instance
 from meshc.program.program import PlainProgram

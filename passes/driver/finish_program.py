@@ -8,7 +8,7 @@ from meshc.ir import calls
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.place import axis_flops
 from meshc.program.program import Info, PlainProgram
-from meshc.text.allowed import refusal, spelling
+from meshc.text.allowed_operators import refusal, spelling
 
 
 def finish(lowered: LoweredProgram) -> PlainProgram:

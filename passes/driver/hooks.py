@@ -25,7 +25,7 @@ from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import GROW
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port, Stage
-from meshc.text.show import print_program, print_stage
+from meshc.text.printer import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()
 """Compilations of this process dumped so far, by folder."""

@@ -19,9 +19,9 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from meshc.cost.candidate_price import price_candidate
 from meshc.cost.devices import for_mesh
-from meshc.cost.memory import RankBytes
-from meshc.cost.weigh import weigh
+from meshc.cost.peak_memory import RankBytes
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import no_faster_plan
@@ -34,7 +34,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.pipeline_memory import DoesNotFit
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 
 TOO_LARGE: Final = "more than a rank may hold"
 FAR: Final = 0.15
@@ -48,7 +48,7 @@ Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 class Candidate:
     """A plan whose program is there."""
 
-    weighed: Weighed
+    weighed: PlanCandidate
     lowered: LoweredProgram
     heard: PassHistory
 
@@ -74,11 +74,11 @@ class Judge:
     lower: Lower
     budget: int | None
     best: Candidate | None = None
-    lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
-    dropped: list[Weighed] = field(default_factory=list)
+    lowered: list[tuple[PlanCandidate, RankBytes]] = field(default_factory=list)
+    dropped: list[PlanCandidate] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
-    slower: list[Weighed] = field(default_factory=list)
+    slower: list[PlanCandidate] = field(default_factory=list)
     closest: LoweredProgram | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------------------ before it is made
 
-    def is_beaten(self, weighed: Weighed) -> bool:
+    def is_beaten(self, weighed: PlanCandidate) -> bool:
         """Whether a plan elsewhere is faster than a candidate is estimated to be, by more than estimates are off."""
         known_s = None if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
         if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
@@ -102,11 +102,11 @@ class Judge:
         """Whether a plan elsewhere is faster by more than one question's answer is from another's."""
         return self.known_s is not None and estimated * self.ratio > self.known_s * (1 + FAR)
 
-    def is_too_large(self, weighed: Weighed) -> bool:
+    def is_too_large(self, weighed: PlanCandidate) -> bool:
         """Whether it holds more than a rank may by the model, which reads what there is at once."""
         return self.budget is not None and not self.apart and weighed.holds is not None and weighed.holds > self.budget
 
-    def is_too_slow(self, weighed: Weighed, ratio: float, margin: float) -> bool:
+    def is_too_slow(self, weighed: PlanCandidate, ratio: float, margin: float) -> bool:
         """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or than what is known
         elsewhere by more than estimates are off."""
         best_s = inf if self.best is None else self.best.seconds * (1 + margin)
@@ -118,12 +118,12 @@ class Judge:
         last = self.lowered[-1][0] if self.lowered else None
         return last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
 
-    def drop(self, weighed: Weighed, why: str) -> None:
+    def drop(self, weighed: PlanCandidate, why: str) -> None:
         self.dropped.append(replace(weighed, dropped=why))
 
     # ----------------------------------------------------------------------------------------------------------------------------- made
 
-    def weigh(self, weighed: Weighed, placed: PlacedModel, near: bool = True) -> int | None:
+    def weigh(self, weighed: PlanCandidate, placed: PlacedModel, near: bool = True) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
         layers were held to decide alike (`near`)."""
         report_progress(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
@@ -152,10 +152,10 @@ class Judge:
             self.best = candidate
         return most.total
 
-    def _candidate(self, weighed: Weighed, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
+    def _candidate(self, weighed: PlanCandidate, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
         heard = PassHistory()
         lowered = self.lower(placed, heard.hook)
-        weighed, most = weigh(weighed, lowered.as_program(), for_mesh(placed.mesh))
+        weighed, most = price_candidate(weighed, lowered.as_program(), for_mesh(placed.mesh))
         return Candidate(weighed, lowered, heard), most
 
     def _keeps_budget(self, most: RankBytes) -> bool:
@@ -185,7 +185,7 @@ class Judge:
         least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio
         return NoFasterPlan(float(least_s), self.known_s or 0.0, no_faster_plan.BY_STAGES if self.apart else no_faster_plan.BY_ESTIMATE)
 
-    def table(self) -> Iterator[Weighed]:
+    def table(self) -> Iterator[PlanCandidate]:
         """What is taken first, then what was made, then what was not."""
         taken = None if self.best is None else self.best.weighed
         if taken is not None:

@@ -18,12 +18,12 @@ from math import ceil
 from typing import Final
 
 from meshc.cost.devices import for_mesh
-from meshc.cost.memory import RankBytes
+from meshc.cost.peak_memory import RankBytes
 from meshc.errors import PlanError
 from meshc.passes.driver.budget_changes import FittingChanges
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.pipeline_memory import DoesNotFit
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 
 ChangeTrial = Callable[[], FittingChanges]
 """What is tried once somebody wants to know."""
@@ -41,7 +41,7 @@ class NothingFits(PlanError):
     """
 
     def __init__(
-        self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[Weighed] = (),
+        self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[PlanCandidate] = (),
         found: FittingChanges | None = None, trying: Callable[[], NothingFits] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(text)
@@ -66,7 +66,7 @@ class NothingFits(PlanError):
 
 def nothing_fits(
     placed: PlacedModel, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes],
-    weighed: Sequence[Weighed] = (), values: Sequence[str] = (), trying: ChangeTrial | None = None,
+    weighed: Sequence[PlanCandidate] = (), values: Sequence[str] = (), trying: ChangeTrial | None = None,
 ) -> NothingFits:  # fmt: skip
     """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
     lines about the largest at the peak of the program that holds least."""
@@ -104,7 +104,7 @@ class _ErrorText:
     holds: RankBytes
     start: str
     values: Sequence[str]
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[PlanCandidate, ...] = ()
     said: str = ""
 
     def without_changes(self, trying: ChangeTrial | None) -> NothingFits:

@@ -26,8 +26,8 @@ from math import inf, prod
 from typing import Final, TypeAlias, TypeVar
 
 from meshc.cost.devices import for_mesh
-from meshc.cost.operators import price
-from meshc.cost.predict import costs_of
+from meshc.cost.pipeline_costs import costs_of
+from meshc.cost.roofline import price
 from meshc.frontend.faults import phase as part
 from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role

@@ -23,8 +23,8 @@ from meshc.passes.planner.search_space import Option
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
+from meshc.plan.plan_candidate import PlanCandidate
 from meshc.plan.recipes import by_role
-from meshc.plan.weighed import Weighed
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class PricedRecipe:
     options: tuple[Option, ...] = ()
 
     @property
-    def as_candidate(self) -> Weighed:
-        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.played)
+    def as_candidate(self) -> PlanCandidate:
+        return PlanCandidate(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.played)
 
 
 def with_plan(placed: PlacedModel, plan: Plan) -> PlacedModel:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import MeshcError, PlanError
 from meshc.passes import pipeline
 from meshc.passes.driver import chunk_counts, offload_plans
@@ -105,7 +105,7 @@ def _best_with_rings(placed: PlacedModel, request: Request, best: _MeasuredProgr
 
 def _best_on_host(placed: PlacedModel, best: _MeasuredProgram, budget: int, room: int, lower: Lower) -> _MeasuredProgram:
     """The best with values on the host too, with state, or with parameters. Raises PlanError if what the plan says alone has no room."""
-    there = memory.worst(best.left.as_program()).host
+    there = peak_memory.peak_rank(best.left.as_program()).host
     if there > room:
         raise PlanError(
             f"{there:,} bytes of a rank lie on its host by the plan, and it may use {room:,} there (Options(host_budget={room}))\n"
@@ -144,7 +144,7 @@ def _try_offload_plans(
     """What comes of what may lie on the host beside, as far as there is room for it. `left`: what its own plan has led to."""
     for plan in offload_plans.offload_plans(left):
         found = attempt(partial(_lower_in_rounds, placed, replace(request, plan=plan), budget, lower))
-        if isinstance(found, _MeasuredProgram) and memory.worst(found.left.as_program()).host <= room:
+        if isinstance(found, _MeasuredProgram) and peak_memory.peak_rank(found.left.as_program()).host <= room:
             lines = [line for line in plan.offloads if line not in left.plan.offloads]
             yield found.with_notes(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
 
@@ -207,7 +207,7 @@ def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: 
             if best is None:
                 raise
             break  # so many bytes less nothing holds
-        held = memory.worst(left.as_program()).total
+        held = peak_memory.peak_rank(left.as_program()).total
         if best is None or held < best.held:
             best = _MeasuredProgram(held, left.with_notes(*([BY_LAST] if last else [])), heard)
         if held <= budget or not isinstance(heard, _HistoryWithBytes):

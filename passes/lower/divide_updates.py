@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds, payload
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh, role
 from meshc.passes.lower.distribute_chains import ChainGroup, DividedChains

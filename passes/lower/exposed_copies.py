@@ -11,10 +11,10 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost import memory
-from meshc.cost.clock import HOST, clocked
+from meshc.cost import peak_memory
 from meshc.cost.devices import Device, Link
 from meshc.cost.links import host_copy_seconds
+from meshc.cost.stage_clock import HOST, run_clock
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.passes.phases.lowered_program import LoweredProgram
 
@@ -29,12 +29,12 @@ def exposed_copies_note(lowered: LoweredProgram, device: Device) -> str:
     if not any(spmd.is_host_copy(node.target) for stage in lowered.stages.values() for node in calls(stage.graph)):
         return ""
     free = replace(device, host=Link(0.0, float("inf")))
-    runs = memory.runs(lowered.as_program())
+    runs = peak_memory.runs(lowered.as_program())
     copies = waits = computes = 0.0
     longest: tuple[float, Node | None] = LEAST_S, None
     for name, stage in lowered.stages.items():
-        takes, clock = clocked(stage.graph, lowered.mesh, device)
-        without, _ = clocked(stage.graph, lowered.mesh, free)
+        takes, clock = run_clock(stage.graph, lowered.mesh, device)
+        without, _ = run_clock(stage.graph, lowered.mesh, free)
         times = runs[name]
         copies += times * takes.communication.get(HOST, 0.0)
         computes += times * takes.compute

@@ -8,7 +8,7 @@
                                                 c = add(b, r)
 
 `levels.py` computes which nodes run between which waits. The nodes of a level stand together, in parts where they belong to many layers
-(`layer_regions.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank
+(`group_regions.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank
 runs the same order.
 
 A collective that starts as soon as its own sums over microbatches are complete (`start_reductions_early.py`) is left as it is.

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from meshc.check.memory import writes
+from meshc.check.overwrites import writes
 from meshc.ir import has_record, records, runs_on_host, spmd
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.in_place import WRITERS

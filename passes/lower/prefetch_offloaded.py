@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import host_copy_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.errors import CompileError
 from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_host, spmd
 from meshc.ir.regions import writes

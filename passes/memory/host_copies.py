@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device
 from meshc.cost.links import copy_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import KEY, Record, is_getitem, local_bytes, record, records, set_record, spmd, value_of
 from meshc.ir.graph import call, copied_node
 from meshc.program.packing import is_view

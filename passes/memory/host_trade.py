@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device
 from meshc.cost.links import copy_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import is_tensor, local_bytes, record
 from meshc.passes.memory.host_copies import has_known_size, roots_of, start_seconds
 from meshc.passes.memory.policies import layer_of

@@ -21,8 +21,8 @@ from meshc.ir.graph import ancestors_of, computable_from, copy_graph
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_copies import has_known_size, offload_values, read_too_soon, roots_of
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
+from meshc.plan.plan_faults import refuse_faults
 
 _NO_VALUE = "no module of this name returns a value"
 _NO_MODULE = "forward runs no operator in such a module"

@@ -7,7 +7,7 @@
                                                               return {"state:w/exp_avg": back}
 
 The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line
-says that it runs on the host too (`host_updates.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
+says that it runs on the host too (`offload_state.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
 mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in
 `passes/lower/prefetch_offloaded.py`. Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update
 runs there.
@@ -25,8 +25,8 @@ from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
+from meshc.plan.plan_faults import refuse_faults
 from meshc.program.program import Port, Stage
 
 

@@ -37,7 +37,7 @@ CHEAP: Final = frozenset({
 """Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
 
 LITTLE: Final = "little"
-"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute_by_price.py`)."""
+"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute.py`)."""
 
 BY_BUDGET: Final = "by budget"
 """No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it

@@ -17,7 +17,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import for_mesh
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import calls_of, has_record, is_getitem, is_integer, records, value_of
 from meshc.passes.memory.kept_values import least_kept
 from meshc.passes.memory.policies import LITTLE
@@ -26,7 +26,7 @@ from meshc.passes.memory.recompute_within_budget import held_bytes, may_hold, re
 from meshc.passes.memory.trade import Trade
 from meshc.passes.memory.write_copies import write_copies
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.faults import refuse_faults
+from meshc.plan.plan_faults import refuse_faults
 from meshc.program.packing import is_view
 
 _NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"

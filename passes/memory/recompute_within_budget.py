@@ -4,8 +4,8 @@
 
 Where a budget says how much of the host a rank may have, values lie there in between if that takes less (`host_trade.py`).
 
-What is held is walked (`meshc/cost/memory.py`) over the whole graph, of one microbatch where there are several: what is recomputed is in
-memory too. What is over the budget must be kept less, by what keeping less has come to the time before, four times at most; after that
+What is held is walked (`meshc/cost/peak_memory.py`) over the whole graph, of one microbatch where there are several: what is recomputed is
+in memory too. What is over the budget must be kept less, by what keeping less has come to the time before, four times at most; after that
 what keeps least is taken, and whether that does is for others to judge.
 """
 
@@ -18,10 +18,10 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import calls_of, local_bytes, record, spmd
 from meshc.ir.graph import copy_graph, copy_into
 from meshc.passes.lower.early_updates import move_updates_early
@@ -117,7 +117,7 @@ def held_bytes(lowered: LoweredProgram) -> int:
     return _rank_bytes(lowered).total
 
 
-def _rank_bytes(lowered: LoweredProgram) -> memory.RankBytes:
+def _rank_bytes(lowered: LoweredProgram) -> peak_memory.RankBytes:
     (stage,) = lowered.stages.values()
     if lowered.request.train and lowered.request.microbatches == 1:
         stage = replace(stage, graph=copy_graph(stage.graph))
@@ -125,7 +125,7 @@ def _rank_bytes(lowered: LoweredProgram) -> memory.RankBytes:
             start_reductions(stage.graph, reduction)
         move_updates_early(stage.graph)
     alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
-    return memory.worst(alone.as_program(), possible_sharing)
+    return peak_memory.peak_rank(alone.as_program(), possible_sharing)
 
 
 def recompute_seconds(

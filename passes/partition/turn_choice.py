@@ -16,7 +16,7 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost import operators as roofline
+from meshc.cost import roofline as roofline
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.ir import is_getitem, leaves, op_name, records, spmd

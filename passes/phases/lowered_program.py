@@ -13,7 +13,7 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import Joint
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.pipelining.pipeline_stages import Pipeline
-from meshc.plan.weighed import Weighed
+from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
 
@@ -38,7 +38,7 @@ class LoweredProgram(CompilationPhase):
     backward: Stage | None = None
     pipeline: Pipeline | None = None
     tried: tuple[PipelineCandidate, ...] = ()
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[PlanCandidate, ...] = ()
     divided: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
     def with_optimizer(self, optimizer: OptimizerSpec | None) -> Self:

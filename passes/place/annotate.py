@@ -25,8 +25,8 @@ from meshc.passes.place.pins import Pinning
 from meshc.passes.place.resolve_operator_pins import operator_pins
 from meshc.passes.place.store_lines import store_lines
 from meshc.plan.entries import AxisEntry
-from meshc.plan.expert_groups import EXPERTS
-from meshc.plan.faults import refuse_faults
+from meshc.plan.expert_group_counts import EXPERTS
+from meshc.plan.plan_faults import refuse_faults
 
 NO_EXPERTS: Final = (
     "the model has no routed experts there that are traced in groups (those of transformers are, and modules in a loop as docs/experts.md "

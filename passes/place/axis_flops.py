@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshc import ir
+from meshc.cost.divided_work import CANNOT, COULD, SPLIT, Work, collapse_layers
 from meshc.cost.flops import flops
-from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
 from meshc.ir.sharding import tile_sizes
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Instance, Token
@@ -23,7 +23,7 @@ from meshc.program.instance import substitute_in_graph
 
 
 def account(placed: PlacedModel) -> list[Work]:
-    """One row for equal operators of equal modules, as `meshc.cost.work` reads them."""
+    """One row for equal operators of equal modules, as `meshc.cost.divided_work` reads them."""
     assignment = placed.require_assignment()
     times = placed.parts.count if placed.parts is not None else 1
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1]
@@ -39,7 +39,7 @@ def account(placed: PlacedModel) -> list[Work]:
         taken = {axis for token_axes in chosen.values() for axis in token_axes}
         states = tuple(SPLIT if axis in taken else COULD if has_split(instance, chosen, placed.sizes) else CANNOT for axis in axes)
         record = ir.records(node)[0]
-        found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times * standing.get(node, 1)
+        found[(collapse_layers(record.source.module), ir.op_name(node), record.phase, states)] += count * times * standing.get(node, 1)
     return [Work(*key[:3], count, dict(zip(axes, key[3], strict=True))) for key, count in found.items()]
 
 

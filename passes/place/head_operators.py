@@ -24,7 +24,7 @@ from meshc.ir.spmd import CHUNK
 from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factors import Factors, Token
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.plan.faults import refuse_faults
+from meshc.plan.plan_faults import refuse_faults
 
 _FAULT: Final = (
     "forward makes no product of rows and a weight in such a module that is more than its rows and that the loss is made of without a "

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshc.cost.work import collapsed
+from meshc.cost.divided_work import collapse_layers
 from meshc.ir import op_name, records
 from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup
 from meshc.passes.planner.plan_search import PlanSearch
@@ -133,7 +133,7 @@ class Alternatives:
     def _class_text(self, number: int) -> str:
         """A class in words: its member, or what its members have in common."""
         said = decision_text(self.model.folded.members[number][0])
-        return said if self.model.count(number) == 1 else collapsed(said)
+        return said if self.model.count(number) == 1 else collapse_layers(said)
 
 
 def collectives(model: CostModel, source: Form, target: Form) -> str:

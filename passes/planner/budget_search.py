@@ -127,9 +127,9 @@ class BudgetSearch:
         owed = weighed.budget_charge(self.budget)
         for _ in range(SWEEPS):
             ascent.sweep((self.fitting_seconds + owed) * (1 + MARGIN))
-        if ascent.bound - owed > self.bound:
+        if ascent.lower_bound - owed > self.bound:
             self.weights = list(weights)
-        self.bound = max(self.bound, min(ascent.bound - owed, self.fitting_seconds))
+        self.bound = max(self.bound, min(ascent.lower_bound - owed, self.fitting_seconds))
         self.ascent = ascent if all(keep.all() for keep in ascent.keep) else DualAscent(
             weighed, [row[keep] for row, keep in zip(left, ascent.keep, strict=True)], ascent
         )

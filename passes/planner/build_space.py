@@ -48,7 +48,7 @@ def searched_axes(placed: PlacedModel) -> Axes:
 def build_space(placed: PlacedModel, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> SearchSpace:
     """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). With `around` options are those
     that differ from it along few axes. Raises Unequal where layers that stand for others may not decide alike."""
-    return _SpaceBuilder(placed, open_axes, baseline, around).run()
+    return _SpaceBuilder(placed, open_axes, baseline, around).assemble_space()
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _SpaceBuilder:
         self.whole_updates = computed_whole(placed.joint.updates, self.factors.instances)
         self.standing = multiplicity_of(placed.joint, placed.depth)
 
-    def run(self) -> SearchSpace:
+    def assemble_space(self) -> SearchSpace:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._add_placeholder(node)

@@ -23,7 +23,7 @@ from meshc.passes.place.interests import Interest, in_region, interests
 from meshc.passes.place.operator_names import named_operators
 from meshc.passes.place.propagate import Decision, Propagator
 from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
-from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import RECIPES
 
@@ -74,7 +74,7 @@ def _candidates(placed: PlacedModel, axis: str, rows: Sequence[EntryRow]) -> lis
         ranks = Plan(f"{axis}: {text}").axes[0].ranks
         kept = tuple(rank for terms in ranks if (rank := tuple(term for term in terms if any(map(term.covers, known)))))
         found.append(AxisEntry(axis, kept, source=SOURCE))
-    read: tuple[tuple[Term, ...], ...] = ()
+    read: tuple[tuple[FactorTerm, ...], ...] = ()
     for term in _read_off(placed, rows):
         read = (*read, (term,))
         found.append(AxisEntry(axis, read, source=SOURCE))
@@ -90,7 +90,7 @@ class _OperatorOffer:
     taken: str | None
 
 
-def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[Term]:
+def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]:
     """Ranks of one factor each. An operator that does what is decided with no entry, since its operands lie so, has no say."""
     names, instances = placed.names, placed.factors.instances
 
@@ -104,9 +104,11 @@ def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[Term]:
         instance = instances[row.node]
         offered = frozenset(name(instance, token) for token in row.offered)
         left.append(_OperatorOffer(row.node, offered, None if row.taken is None else name(instance, row.taken)))
-    found: list[Term] = []
+    found: list[FactorTerm] = []
     while len(found) < RANKS:
-        terms = [Term(factor, region) for factor in sorted({one.taken for one in left if one.taken is not None}) for region in REGIONS]
+        terms = [
+            FactorTerm(factor, region) for factor in sorted({one.taken for one in left if one.taken is not None}) for region in REGIONS
+        ]
         gains = {term: _gain(placed, term, left) for term in terms if not UNNAMED.fullmatch(term.factor)}
         best = max(gains, key=lambda term: (gains[term], term.region is None, str(term)), default=None)
         if best is None or gains[best] <= 0:
@@ -116,11 +118,11 @@ def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[Term]:
     return found
 
 
-def _matches_term(placed: PlacedModel, term: Term, one: _OperatorOffer) -> bool:
+def _matches_term(placed: PlacedModel, term: FactorTerm, one: _OperatorOffer) -> bool:
     return term.factor in one.offered and (term.region is None or in_region(one.node, term.region, placed.names))
 
 
-def _gain(placed: PlacedModel, term: Term, left: Sequence[_OperatorOffer]) -> int:
+def _gain(placed: PlacedModel, term: FactorTerm, left: Sequence[_OperatorOffer]) -> int:
     return sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
 
 

@@ -26,7 +26,7 @@ from meshc.passes.place.operator_names import named_operators
 from meshc.passes.place.resolve_operator_pins import directive_of_pin, token_called
 from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
 from meshc.passes.planner.needed_pins import NeededPins
-from meshc.plan.entries import OperatorPin, Split
+from meshc.plan.entries import OperatorPin, OperatorSplit
 
 Needs = Mapping[Node, Sequence[frozenset[str]]]
 """Of operators that must be told: sets of axes, each of which is enough."""
@@ -79,7 +79,7 @@ def _layer_operators(placed: PlacedModel, named: Mapping[str, Instance], needs: 
 
 
 def _pin_of_directive(placed: PlacedModel, name: str, instance: Instance, told: Directive) -> OperatorPin:
-    splits: list[Split] = []
+    splits: list[OperatorSplit] = []
     for token, axes in told.tokens.items():
         partner = instance.tied.get(token)
         if partner is None or list(instance.size).index(token) < list(instance.size).index(partner):
@@ -88,12 +88,12 @@ def _pin_of_directive(placed: PlacedModel, name: str, instance: Instance, told: 
     return OperatorPin("", tuple(splits), tuple(idle), told.deferred)
 
 
-def _split_of_token(placed: PlacedModel, instance: Instance, token: Token, axes: tuple[str, ...]) -> Split:
+def _split_of_token(placed: PlacedModel, instance: Instance, token: Token, axes: tuple[str, ...]) -> OperatorSplit:
     factor = factor_of_layers(placed.names.of[instance.factor[token]])
     number = 1
     while token_called(factor, number, instance, placed.names) != token:
         number += 1
-    return Split(factor, axes, number)
+    return OperatorSplit(factor, axes, number)
 
 
 def _pin_along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:

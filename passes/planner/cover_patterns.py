@@ -18,7 +18,7 @@ from fnmatch import translate
 from itertools import combinations
 from os.path import commonprefix
 
-from meshc.cost.work import collapsed
+from meshc.cost.divided_work import collapse_layers
 
 
 def cover_patterns(needed: Collection[str], right: Collection[str], names: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def cover_patterns(needed: Collection[str], right: Collection[str], names: Seque
 
 def _forms(name: str, names: Sequence[str], well: set[str], about: dict[str, frozenset[str]]) -> Iterator[str]:
     """What a name is part of: its own, or with those of other layers, if that is right."""
-    of_layers = collapsed(name)
+    of_layers = collapse_layers(name)
     if of_layers in about or _is_true(of_layers, names, well, about):
         yield of_layers
     else:

@@ -196,7 +196,7 @@ class DualAscent:
     # ---------------------------------------------------------------------------------------------------------------------------- bound
 
     @property
-    def bound(self) -> float:
+    def lower_bound(self) -> float:
         """No choice of the options that are left costs less."""
         return float(self.least.sum())
 
@@ -223,7 +223,7 @@ class DualAscent:
         costs = self.costs(number)
         self.least[number] = costs.min()
         beyond = costs - self.least[number]
-        self.keep[number] &= beyond <= known - self.bound
+        self.keep[number] &= beyond <= known - self.lower_bound
         if ahead:
             part = beyond / max(len(behind), len(ahead))
             for edge, mine, _ in ahead:

@@ -94,7 +94,7 @@ class FewestBytes:
             ascent = DualAscent(weighed, self.left, ascent)
             for _ in range(SWEEPS):
                 ascent.sweep()
-            self.bound = max(self.bound, (ascent.bound - weighed.budget_charge(0.0)) * GIGA)
+            self.bound = max(self.bound, (ascent.lower_bound - weighed.budget_charge(0.0)) * GIGA)
             new = [self.note(pick) for pick in decode_choices(ascent, [self.best])]
             if self.is_close or not any(new):
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshc.cost.work import collapsed
+from meshc.cost.divided_work import collapse_layers
 
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.\D)")
 
@@ -12,7 +12,7 @@ _LAYER = re.compile(r"(?<![^.])\d+(?=\.\D)")
 def operator_of_layers(name: str) -> str:
     """The name of an operator, with those of other layers."""
     module, _, rest = name.partition("/")
-    return f"{collapsed(module)}/{rest}"
+    return f"{collapse_layers(module)}/{rest}"
 
 
 def factor_of_layers(name: str) -> str:

@@ -16,7 +16,7 @@ that a program can come to; what recomputing them takes is no part of the model,
 
 A partial value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
-program's own walk (`cost/memory.py`) judges in the end.
+program's own walk (`cost/peak_memory.py`) judges in the end.
 """
 
 from __future__ import annotations

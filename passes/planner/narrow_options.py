@@ -91,7 +91,7 @@ class NarrowedModel:
     def with_messages(self, ascent: DualAscent) -> NarrowedModel:
         """With messages of a higher bound, and without what they mark."""
         left = [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)]
-        return replace(self, ascent=DualAscent(ascent.weighed, left, ascent)).raise_bound(ascent.bound)
+        return replace(self, ascent=DualAscent(ascent.weighed, left, ascent)).raise_bound(ascent.lower_bound)
 
 
 def narrow_options(
@@ -106,7 +106,7 @@ def narrow_options(
             ascent.sweep(min(picks.values(), default=np.inf) * (1 + MARGIN))
         picks |= {pick: weighed.seconds(pick) for pick in decode_choices(ascent)}
         best = min(picks.values())
-        before, bound = bound, max(bound, min(best, ascent.bound))
+        before, bound = bound, max(bound, min(best, ascent.lower_bound))
         if bound - before < STALLED * (best - before) or best - bound <= CLOSE * abs(best) or count_pairs(ascent, best) <= PAIRS:
             break
         ascent = DualAscent(weighed, [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)], ascent)
@@ -147,7 +147,7 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
         ascent = guide_messages(found.ascent, relaxed.charges)
         _sweep_while_rising(ascent, found.seconds)
         found = found.with_choices(_note(known, decode_choices(ascent), weighed))
-        rose = (ascent.bound - found.ascent.bound) / max(relaxed.bound - found.ascent.bound, MARGIN * found.seconds)
+        rose = (ascent.lower_bound - found.ascent.lower_bound) / max(relaxed.bound - found.ascent.lower_bound, MARGIN * found.seconds)
         reach *= WIDER if rose > GOOD else NARROWER if rose < POOR else 1.0
         found = found.with_messages(ascent) if rose > 0 else found
         enough += found.gap <= ENOUGH
@@ -157,9 +157,9 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
 def _sweep_while_rising(ascent: DualAscent, known: float) -> None:
     """Sweeps, while one takes enough."""
     for _ in range(AFTER):
-        before = ascent.bound
+        before = ascent.lower_bound
         ascent.sweep(known * (1 + MARGIN))
-        if ascent.bound - before < WORTH * (known - ascent.bound):
+        if ascent.lower_bound - before < WORTH * (known - ascent.lower_bound):
             break
 
 
@@ -209,7 +209,7 @@ def columns_of(
     """The options, and pairs of forms, of choices that cost no more than what is known, and whether that is all of them. Where there are
     more than `most`, those that cost least beyond the bound, and with any pairs between them those that are kept of each class; their
     charges are then within `reach` of the messages, in parts of what the dearest costs beyond the bound."""
-    limit, beyond = known * (1 + MARGIN) - ascent.bound, ascent.pairs()
+    limit, beyond = known * (1 + MARGIN) - ascent.lower_bound, ascent.pairs()
     each = np.concatenate([one.ravel() for one in beyond.values()] or [np.zeros(0)])
     all_of_them = int((each <= limit).sum()) <= most
     if not all_of_them:
@@ -231,7 +231,7 @@ def columns_of(
             np.ix_(*(membership_mask(count, forms[left[side.number]])[side.forms] for side, forms, count in ends))
         ]
     near = {} if all_of_them or reach == np.inf else charges(ascent)
-    far = reach * max(limit, SHORTEST * (known - ascent.bound))
+    far = reach * max(limit, SHORTEST * (known - ascent.lower_bound))
     return ProgramColumns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget, near, far), all_of_them
 
 
@@ -245,7 +245,7 @@ def options_by_class(picks: Iterable[Pick], ascent: DualAscent) -> list[set[int]
 
 
 def count_pairs(ascent: DualAscent, known: float) -> int:
-    limit = known * (1 + MARGIN) - ascent.bound
+    limit = known * (1 + MARGIN) - ascent.lower_bound
     return sum(int((one <= limit).sum()) for one in ascent.pairs().values())
 
 

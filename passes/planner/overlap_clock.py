@@ -202,7 +202,7 @@ class _OverlapClock:
     waiting: At = field(default_factory=lambda: defaultdict(list))
 
     def compute(self, seconds: float) -> None:
-        """Beside the link, each slower by the other where they share cores (`cost/clock.py`)."""
+        """Beside the link, each slower by the other where they share cores (`cost/stage_clock.py`)."""
         begun_s, self.now_s = self.now_s, self.now_s + seconds
         if not self.contention or self.free_s <= begun_s or not seconds:
             return

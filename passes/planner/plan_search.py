@@ -39,7 +39,7 @@ from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.reshard_prices import ReshardPrices
 from meshc.passes.planner.search_space import Axes, Decision, Key, Option, SearchSpace
 from meshc.passes.planner.tile_prices import OperatorPrices
-from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.recipes import by_role
 
 ALL_OF: Final = 3
@@ -239,7 +239,7 @@ class PlanSearch:
 
 def by_roles(placed: PlacedModel, axes: Sequence[str]) -> Assignment:
     """What axes do by their names, those that stand for nothing with the batch."""
-    entries = [by_role(axis) or AxisEntry(axis, ((Term("batch"),),)) for axis in axes]
+    entries = [by_role(axis) or AxisEntry(axis, ((FactorTerm("batch"),),)) for axis in axes]
     kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
     request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
     return assign(annotate(placed.with_request(request))).require_assignment()

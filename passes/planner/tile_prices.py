@@ -1,7 +1,7 @@
 """Seconds of an operator on its tiles under each option, before there is a graph of tiles.
 
 One that `partition` writes as something else where a letter is split (a log-softmax over a split vocabulary, attention over some of its
-queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/operators.py`
+queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/roofline.py`
 is taken: work and bytes of the whole, in the proportion of the tiles. So it is of a product with a bias, of which all ranks but the first
 add zeros where its sum is split.
 """
@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 from torch.fx import Node
 
-from meshc.cost import operators as roofline
+from meshc.cost import roofline as roofline
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops
 from meshc.ir import leaves, op_name, records

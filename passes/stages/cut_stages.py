@@ -17,7 +17,7 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from meshc.cost.predict import costs_of
+from meshc.cost.pipeline_costs import costs_of
 from meshc.ir import records, spmd
 from meshc.ir.graph import add_placeholder, copied_node, copy_graph, descendants_of, equal_calls, output_of
 from meshc.ir.keys import is_a, key_of, name_of

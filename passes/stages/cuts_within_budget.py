@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from torch.fx import Node
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -47,7 +47,7 @@ class StageBytes:
         position = {node: i for i, node in enumerate(found.forward)}
         kept, saved = [0.0] * len(position), [0.0] * len(position)
         inputs = lowered.inputs
-        whole = {kind: sum(memory.port_bytes(p, lowered.sizes) for p in inputs if p.kind == kind) for kind in ("parameter", "state")}
+        whole = {kind: sum(peak_memory.port_bytes(p, lowered.sizes) for p in inputs if p.kind == kind) for kind in ("parameter", "state")}
         times = 2 + whole["state"] / max(whole["parameter"], 1)
         seen: set[Node] = set()
         for node in found.forward:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.ir import is_tensor, local_bytes, record
 from meshc.ir.graph import ancestors_of
 from meshc.ir.mesh import Mesh

@@ -19,11 +19,11 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost.clock import Clock
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
-from meshc.cost.operators import Price, price
-from meshc.cost.predict import into_whole_s
+from meshc.cost.pipeline_costs import accumulation_s
+from meshc.cost.roofline import Price, price
+from meshc.cost.stage_clock import Clock
 from meshc.ir import is_getitem, is_tensor, local_bytes, record, records, value_of
 from meshc.ir.graph import ancestors_of
 from meshc.ir.sharding import Part, local_size
@@ -150,13 +150,13 @@ class Prices:
             before = 0
             for node in sorted(self._nodes, key=turns.__getitem__):
                 if turns[node] > before:
-                    clock.settle()
+                    clock.await_all()
                     before = turns[node]
                 if is_collective(node.target):
                     clock.exchange(node, takes[node])
                 else:
                     clock.compute(node, takes[node])
-            clock.settle()
+            clock.await_all()
             takes |= {node: clock.waited.get(node, 0.0) for node in exchanges}
         return takes
 
@@ -180,7 +180,7 @@ class Prices:
         for way, term in self.parts:
             if term in self.at:
                 size = local_bytes(record(term)) * (times if self.grown.has(*value_of(term)) else 1.0)
-                found.append((term, into_whole_s(way, size, microbatches, self.device)))
+                found.append((term, accumulation_s(way, size, microbatches, self.device)))
         return found
 
 

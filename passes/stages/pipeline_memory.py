@@ -3,14 +3,14 @@
     budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
     budget 5 MB:                                                                           refused: 1f1b needs least
 
-A rank's bytes are those that `meshc/cost/memory.py` predicts: values kept for the whole call, and the peak of values computed in it.
+A rank's bytes are those that `meshc/cost/peak_memory.py` predicts: values kept for the whole call, and the peak of values computed in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.passes.lower.share_memory import possible_sharing
@@ -29,7 +29,7 @@ class MemoryNeed:
 
     schedule: str
     microbatches: int
-    most: memory.RankBytes
+    most: peak_memory.RankBytes
     at: str
     ranks: tuple[int, ...] = ()
     cut: LoweredProgram | None = field(default=None, compare=False)
@@ -74,7 +74,7 @@ def memory_need(lowered: LoweredProgram) -> MemoryNeed:
     """The memory need of a program that is cut into stages."""
     program, pipeline = lowered.as_program(), lowered.pipeline
     assert pipeline is not None
-    ranks = memory.by_rank(program, possible_sharing)  # the marks that the stages will have
+    ranks = peak_memory.by_rank(program, possible_sharing)  # the marks that the stages will have
     most = max(ranks, key=lambda one: one.total)
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)

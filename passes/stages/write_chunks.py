@@ -44,7 +44,7 @@ def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
     assert chunked is not None
     (stage,) = lowered.stages.values()
     names = lowered.placed.names.of
-    _Writer(stage.graph, chunked.count, {names[factor] for factor in chunked.features}).run()
+    _Writer(stage.graph, chunked.count, {names[factor] for factor in chunked.features}).write_all()
     return replace(lowered, sizes={axis: size for axis, size in lowered.sizes.items() if axis != CHUNK})
 
 
@@ -81,7 +81,7 @@ class _Writer:
             if value in varies:
                 raise NotInChunks(f"{_operator_text(value)} leaves the step for each token")
 
-    def run(self) -> None:
+    def write_all(self) -> None:
         nodes = list(self.graph.nodes)
         order = {node: turn for turn, node in enumerate(nodes)}
         late = max((*self.varies, *(node.all_input_nodes[0] for node in self.ends)), key=order.__getitem__)

@@ -24,7 +24,7 @@ from meshc.ir.sizes import Dynamic
 from meshc.passes.depth.slice_layers import slice_layers
 from meshc.passes.phases.compilation_phase import CompilationPhase, phase_fields
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.plan.expert_groups import groups_of
+from meshc.plan.expert_group_counts import groups_of
 
 
 def capture(outset: CompilationPhase) -> TracedModel:

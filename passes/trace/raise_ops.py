@@ -7,7 +7,7 @@
     loss = cross_entropy(x, t)                              y = dropout(h, seed_step, 0, 0.1)
 
 Runs before AOTAutograd, so each composite has one node forward and one backward; afterwards, every backend's variant would have to be
-recognised. Random calls get their number first (`number_random_calls.py`). Assumes that `capture` inlined modules.
+recognised. Random calls get their number first (`raise_ops.py`). Assumes that `capture` inlined modules.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from meshc.ops import registered
 from meshc.optimizer.optimizer import numbers
 from meshc.package import FOLDER, __version__
 from meshc.program.program import PlainProgram as Compiled
-from meshc.text import show
+from meshc.text import printer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -175,7 +175,7 @@ def describe_compilation(asked: ComparedRequest, args: Sequence[object], kwargs:
 
 def describe_run(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, object]) -> dict[str, str]:
     """The fields of a `meshc run`. Tensors are compared by the hashes in the tables of the saved program and state."""
-    found = {**describe_environment(), COMPILED: show.hash_program(program), "what the program begins with": stable(program.info)}
+    found = {**describe_environment(), COMPILED: printer.hash_program(program), "what the program begins with": stable(program.info)}
     found |= {f"the option {name}": stable(value) for name, value in given.items()}
     return found | {"the saved program": _tables(path), "the saved state": "none" if state is None else _tables(state)}
 
@@ -272,7 +272,7 @@ def possible_causes(compiled: Compiled, module: nn.Module, read: Callable[[], Ma
         "what the model's code reads": _entries_text(read().items()),
         "the model's config": _entries_text((name, stable(value)) for name, value in given.items()),
         "the model's modules": "; ".join(_ADDRESS.sub("", line.strip()) for line in repr(module).splitlines()),
-        "the program's lines": "; ".join(line.strip() for line in show.print_program(compiled, comments=False).splitlines()),
+        "the program's lines": "; ".join(line.strip() for line in printer.print_program(compiled, comments=False).splitlines()),
     }
 
 

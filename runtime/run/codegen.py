@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from meshc.check.failed import failed
-from meshc.check.guards import guarded
+from meshc.check.execution_errors import error_at_line
+from meshc.check.guards import guard_function
 from meshc.errors import MeshcError
 from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
@@ -109,7 +109,7 @@ def function_of(node: Node, device: torch.device, origin: Origin | None = None, 
         return product
     over = OVERWRITING.get(node.target) if OVER_OPERAND in sharing_of(node) else None
     function = direct(over or node.target, device)
-    return function if origin is None else guarded(node.target, function)
+    return function if origin is None else guard_function(node.target, function)
 
 
 OVERWRITING: Final[Mapping[object, Function]] = {
@@ -346,7 +346,7 @@ def _with_error_lines(run: RunStage, origin: Origin, makes: Sequence[str]) -> Ru
             name = makes[lines[0] - 2] if lines and lines[0] - 2 < len(makes) else ""  # the function's own first line is 1
             if not name:
                 raise
-            raise failed(origin, name, error) from error
+            raise error_at_line(origin, name, error) from error
 
     return run_of_text
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc import environment
-from meshc.cost.calibrate import BETWEEN, INSIDE, Links
-from meshc.cost.fit import Sample
-from meshc.cost.measure import batch
+from meshc.cost.device_calibration import BETWEEN, INSIDE, Links
+from meshc.cost.device_fit import Sample
+from meshc.cost.microbenchmarks import batch
 from meshc.runtime.comm import collectives
 
 SIZES: Final = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from meshc.cost.memory import uses_host
+from meshc.cost.peak_memory import uses_host
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import ModuleState

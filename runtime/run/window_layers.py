@@ -42,7 +42,7 @@ class WindowLayer(CacheLayer):
             self.since = self.length
 
     @property
-    def needed(self) -> int:
+    def first_needed(self) -> int:
         """Index of the first token that is still needed."""
         return max((self.length if self.since is None else self.since) - self.window + 1, 0)
 
@@ -66,7 +66,7 @@ class WindowLayer(CacheLayer):
         self.first = 0
 
     def _filled_part(self, buffer: DTensor) -> Any:
-        return buffer[: self.rows, :, self.needed - self.first : self.length - self.first]
+        return buffer[: self.rows, :, self.first_needed - self.first : self.length - self.first]
 
     def rebase_buffers(self, rows: int, capacity: int, first: int) -> tuple[DTensor, ...]:
         """The buffers with `rows` rows, room for `capacity` tokens, and token `first` at the first place."""
@@ -87,7 +87,7 @@ def window_extent(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int
 
 def drop_unseen_tokens(windows: Sequence[WindowLayer]) -> None:
     """After a prompt: drops tokens that no later token sees, in layers whose buffers are larger than needed."""
-    needed = min(layer.needed for layer in windows)
+    needed = min(layer.first_needed for layer in windows)
     for layer in windows:
         most = room_of(max(each.window for each in windows), layer.length - needed)
         if layer.buffers[0].shape[TOKENS] > most:

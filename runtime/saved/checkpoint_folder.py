@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshc.errors import ArtifactError, FileError, MeshcError, StateError
 from meshc.files import seal, tensor_file
-from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
+from meshc.files.folders import kept_aside, may_replace, move_into_place, replacing, to_disk, writing
 from meshc.files.tensor_file import Seal, TensorFile
 from meshc.ir import Record, layouts
 from meshc.ir.bounds import integer, parse_json, read_text
@@ -36,7 +36,7 @@ from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
 from meshc.runtime.saved.pieces import shared_runs, tile_runs
 from meshc.text.parse import parse_one_type
-from meshc.text.show import port_type
+from meshc.text.printer import port_type
 
 FORMAT: Final = "meshc state"
 VERSION: Final = 2
@@ -115,9 +115,9 @@ def _write_tiles(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) 
 
 
 def _write_table(made: Path, target: Path, table: Mapping[str, object]) -> str:
-    (made / TABLE).write_text(seal.sealed(table), encoding="utf-8")
+    (made / TABLE).write_text(seal.seal_text(table), encoding="utf-8")
     to_disk(made / TABLE)
-    put(made, target)
+    move_into_place(made, target)
     return ""
 
 
@@ -219,7 +219,7 @@ def _table(folder: Path) -> dict[str, Any]:
         raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {known}, which is what this meshc reads")
     if table["version"] == READ[0]:
         warnings.warn(f"{folder} was saved without hashes: damage to its tensors is not noticed; save the state again", stacklevel=3)
-    elif not seal.unbroken(text):
+    elif not seal.has_valid_seal(text):
         raise ArtifactError(f"{folder / TABLE} is not what was saved, it was damaged or edited; {ADVICE}")
     return table
 

@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshc.cost.expert_balance import LEAST, Spread
+from meshc.cost.expert_balance import LEAST, ExpertPlacement
 from meshc.errors import StateError
 from meshc.frontend.expert_slots import COPIES, SLOTS, WEIGHTS, is_slots
 from meshc.frontend.train_step import ROUTED
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
-from meshc.plan.expert_groups import groups_of
+from meshc.plan.expert_group_counts import groups_of
 from meshc.program.program import PlainProgram, Port
-from meshc.report.rebalanced import Report, planned
+from meshc.report.rebalance_report import Report, plan_layer_move
 from meshc.runtime.comm import reorder
 from meshc.runtime.saved.loaded_program import LoadedProgram
 from meshc.runtime.state.stored_tensor import inverse
@@ -53,14 +53,14 @@ class Placement:
         self.spare = {layer: copies.get(_key(layer, COPIES), 0) for layer in layers}
         """Places for copies on a rank, by layer."""
         self.spread = {
-            layer: Spread(tuple(range(count)), (-1,) * (self.groups[layer] * self.spare[layer])) for layer, count in layers.items()
+            layer: ExpertPlacement(tuple(range(count)), (-1,) * (self.groups[layer] * self.spare[layer])) for layer, count in layers.items()
         }
 
     def by_load(self, found: Mapping[str, Tensor]) -> Report:
         """Moves experts by the tokens that a call has counted, which every rank has whole. All ranks call it."""
         loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.spread}
         layers = [
-            planned(
+            plan_layer_move(
                 layer, loads[layer], now, self.groups[layer], LEAST, self.spare[layer],
                 lambda wanted, layer=layer: self._most_bytes(layer, wanted),  # type: ignore[misc]
             )
@@ -75,7 +75,7 @@ class Placement:
         """Moves every expert back to its own place."""
         for layer, spread in self.spread.items():
             if list(spread.slots) != sorted(spread.slots):
-                self._move(layer, Spread(tuple(sorted(spread.slots)), (-1,) * len(spread.copies)))
+                self._move(layer, ExpertPlacement(tuple(sorted(spread.slots)), (-1,) * len(spread.copies)))
 
     def _most_bytes(self, layer: str, wanted: Sequence[int]) -> int:
         mesh, source = self.loaded.general.mesh, self._source(layer, wanted)
@@ -85,7 +85,7 @@ class Placement:
         """For each slot, the present slot of the expert that moves there."""
         return [self.spread[layer].slots[expert] for expert in inverse(wanted)]
 
-    def _move(self, layer: str, wanted: Spread) -> None:
+    def _move(self, layer: str, wanted: ExpertPlacement) -> None:
         loaded, source = self.loaded, self._source(layer, wanted.slots)
         with loaded.executor.failure_guard(loaded.step, "move experts"), torch.no_grad():
             for port in self.rows[layer] if source != sorted(source) else ():

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact, environment
-from meshc.check.ruled import Rules
+from meshc.check.rule_shardings import RulesProtocol
 from meshc.errors import InputError, StateError, lines_of
 from meshc.files import tensor_file
 from meshc.files.folders import write_file, write_text, writing
@@ -37,7 +37,7 @@ from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
 from meshc.runtime.saved.expert_moves import Placement
 from meshc.runtime.saved.loaded_program import LoadedProgram
-from meshc.text import show
+from meshc.text import printer
 from meshc.text.libraries import libraries_of
 
 WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...}, path), by the names of the program's inputs"
@@ -62,7 +62,7 @@ class RunRequest:
     allow: tuple[str, ...] = ()
     numbers: str | None = None
     rebalance_every: int | None = None
-    rules: Rules | None = None
+    rules: RulesProtocol | None = None
 
 
 def run_command(program: PlainProgram, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
@@ -179,7 +179,7 @@ class _OutputWriter:
         file = self.folder / (f"outputs_{self.calls}.safetensors" if self.several else "outputs.safetensors")
         write_file(file, lambda made: tensor_file.write(made, outputs))
         for name, value in outputs.items():
-            kind = show.print_type(Record(tuple(value.shape), value.dtype))
+            kind = printer.print_type(Record(tuple(value.shape), value.dtype))
             print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
         self.calls += 1
         if self.program.mode == "step":

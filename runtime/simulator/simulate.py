@@ -14,8 +14,8 @@ from typing import TypeVar, cast
 import torch
 from torch.fx import Node
 
-from meshc.check.failed import failed
-from meshc.check.guards import guarded
+from meshc.check.execution_errors import error_at_line
+from meshc.check.guards import guard_function
 from meshc.errors import CompileError, DeadlockError, MeshcError
 from meshc.ir import Record, records, spmd
 from meshc.ir.functions import Function, Keywords
@@ -360,11 +360,11 @@ def _call_operator(stage: Stage, node: Node, args: Sequence[object], kwargs: Key
     if stage.origin is None:
         return target(*args, **kwargs)
     try:
-        return guarded(target, target)(*args, **kwargs)
+        return guard_function(target, target)(*args, **kwargs)
     except MeshcError:
         raise
     except Exception as error:
-        raise failed(stage.origin, node.name, error) from error
+        raise error_at_line(stage.origin, node.name, error) from error
 
 
 def _refuse_false_fake(node: Node, result: object) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from meshc.cost.expert_balance import Spread
+from meshc.cost.expert_balance import ExpertPlacement
 from meshc.errors import StateError
 from meshc.frontend.expert_slots import COPIES, SLOTS, copies_per_rank, expert_slots_of, slots_of, weights_of
 from meshc.ir import layouts
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
 
-def current_spread(store: Store, path: str, groups: int) -> Spread:
+def current_spread(store: Store, path: str, groups: int) -> ExpertPlacement:
     """Slots and copies of the experts at a module's path, which are split among `groups` groups of ranks."""
     slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
     if not copies_per_rank(store.model.get_submodule(path)):
-        return Spread(tuple(slots))
+        return ExpertPlacement(tuple(slots))
     copies = store.buffer(key_of("buffer", f"{path}.{COPIES}".lstrip(".")))[:groups].flatten()
-    return Spread(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
+    return ExpertPlacement(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
 
 
 def rows_of(store: Store, path: str) -> list[StoredTensor]:
@@ -73,7 +73,7 @@ def first_differing_rank(store: Store, said: str) -> int | None:
     return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
 
 
-def move(store: Store, path: str, wanted: Spread) -> None:
+def move(store: Store, path: str, wanted: ExpertPlacement) -> None:
     """Moves expert i at this path to slot wanted.slots[i], and sets its copies to wanted.copies. All ranks call this, in the same order,
     between two calls."""
     module = store.model.get_submodule(path)

@@ -22,7 +22,7 @@ from torch import nn
 import meshc
 from meshc import program_cache
 from meshc.program_cache import NOT_KEPT
-from meshc.text import show
+from meshc.text import printer
 
 MODEL = """
 import time
@@ -83,7 +83,7 @@ def was_taken(program: meshc.Program) -> bool:
 
 
 def text(program: meshc.Program) -> str:
-    return show.print_program(program.compiled, comments=True)
+    return printer.print_program(program.compiled, comments=True)
 
 
 def test_a_second_start_takes_the_program_of_the_first(folder: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def _write_and_read(folder: Path) -> None:
                 shutil.rmtree(folder / name, ignore_errors=True)
             program_cache.write(folder, name, program, {"environment": {}})
             found = program_cache.read_program(folder, name, lambda told: True)
-            assert found is None or show.hash_program(found.program) == show.hash_program(program)
+            assert found is None or printer.hash_program(found.program) == printer.hash_program(program)
 
 
 def test_several_jobs_write_and_read_at_once(folder: Path) -> None:

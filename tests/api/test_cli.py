@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from meshc import artifact
 from meshc.__main__ import main
-from meshc.files.seal import sealed
+from meshc.files.seal import seal_text
 from meshc.runtime.saved.checkpoint_folder import load_model
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.cache_name import CACHE
 from tests.models import llama, mlp
@@ -247,7 +247,7 @@ def test_a_path_out_of_the_folder_is_refused(folder: Path, capsys: pytest.Captur
     main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
     manifest = json.loads((folder / "m/manifest.json").read_text())
     manifest["files"]["../model.py"] = {"bytes": 1, "sha256": "0"}
-    (folder / "m/manifest.json").write_text(sealed(manifest))
+    (folder / "m/manifest.json").write_text(seal_text(manifest))
     assert "lists '../model.py', a path outside the program's folder: nothing was read" in failing(capsys, "show", "m")
 
 

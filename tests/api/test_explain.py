@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from tests import models
 from tests.passes.depth.stacks import Stack, compiled
 
@@ -130,7 +130,7 @@ def test_over_a_pipeline_each_stage_says_of_its_own_values_and_the_line_changes_
 
 @pytest.mark.broad
 def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_recomputes_values_for_it() -> None:
-    first, second = (one.total for one in memory.by_rank(staged(remat="none").compiled))
+    first, second = (one.total for one in peak_memory.by_rank(staged(remat="none").compiled))
     program = staged(memory_budget=(first + second) // 2)
     why = f"Options(memory_budget={(first + second) // 2}), for which as little as can be is recomputed"
     assert f"backward   recomputed: {why}" in program.explain("value:0.1")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.ir.mesh import Mesh
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.golden.cases import CASES
 
@@ -24,7 +24,7 @@ import sys
 for name in {imports!r}:
     __import__(name)
 from tests.golden.cases import CASES
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 sys.stdout.write("\\0".join(print_program(CASES[name]().compiled, comments=False) for name in {cases!r}))
 """
 EXTRA = """

@@ -10,7 +10,7 @@ import pytest
 
 from meshc import artifact
 from meshc.__main__ import main
-from meshc.report import explained
+from meshc.report import explanation
 
 MODEL = '''
 import torch
@@ -121,7 +121,7 @@ def test_why_a_weight_lies_as_it_does(folder: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert main([*ask, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["name"] == "up.weight" and told["searched"] and explained.text(told) == text
+    assert told["name"] == "up.weight" and told["searched"] and explanation.text(told) == text
     stored = told["stored"]
     assert text.startswith(f"up.weight\n  stored     {stored['sharding']['parameter']}")
     assert {reader["reader"] for reader in stored["readers"]} == {"mm of up, forward", "adam, update"}

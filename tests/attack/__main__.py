@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from meshc.text.allowed import OPERATORS
+from meshc.text.allowed_operators import OPERATORS
 from tests.attack import artifacts, children
 from tests.attack.calls import run
 from tests.attack.corners import corners, made

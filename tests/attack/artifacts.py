@@ -26,8 +26,8 @@ from meshc.program.program import PlainProgram, Port
 from meshc.report.summary import summary
 from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
 from meshc.runtime.simulator.simulation import simulate
-from meshc.text import show
-from meshc.text.allowed import OPERATORS
+from meshc.text import printer
+from meshc.text.allowed_operators import OPERATORS
 from tests.attack.mutate import REALS, WILD
 
 LISTED = sorted(OPERATORS)
@@ -107,7 +107,7 @@ def _used(folder: Path) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            show.print_program(program)
+            printer.print_program(program)
             summary(program)
             _run(program, folder)
     except MeshcError:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meshc.check.guards import guarded
-from meshc.check.operators import PIECES, made_by
+from meshc.check.guards import guard_function
+from meshc.check.operators import PIECES, infer_result
 from meshc.check.types import Wrong, check_extents
 from meshc.errors import MeshcError
 from meshc.ops.implementations import direct
@@ -34,7 +34,7 @@ def run(call: Call, fenced: Fenced, at_end: bool, checked: bool = True) -> str:
     args, kwargs = pytree.tree_map(lambda leaf: fenced.tensor(leaf, at_end) if isinstance(leaf, Tensor) else leaf, (call.args, call.kwargs))
     function = direct(call.target, CPU)
     try:
-        found = (guarded(call.target, function) if checked else function)(*args, **kwargs)
+        found = (guard_function(call.target, function) if checked else function)(*args, **kwargs)
     except ORDINARY:
         return "raised"
     return _compared(found, made) if checked else "made"
@@ -48,7 +48,7 @@ def _foretold(call: Call) -> Any:
         raise Wrong(str(error)) from error
     if count > 4096:
         raise Wrong("too many results")
-    made = made_by(call.target, args, kwargs, count)
+    made = infer_result(call.target, args, kwargs, count)
     for value in pytree.tree_leaves(made):
         if isinstance(value, Tensor):
             check_extents(tuple(value.shape), value.dtype.itemsize)

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshc.text.allowed import OPERATORS, resolve, spelling
+from meshc.text.allowed_operators import OPERATORS, resolve, spelling
 from tests.conformance import torch_samples
 
 MOST_ELEMENTS = 1 << 14

@@ -10,11 +10,11 @@ from typing import Final
 import pytest
 
 from meshc import rules
-from meshc.check import bucketed, check_program, follow
+from meshc.check import bucket_order, check_program, sharding_walk
 from meshc.errors import ArtifactError
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage, side_table
+from meshc.text.printer import print_stage, side_table
 from tests.golden.cases import CASES
 
 
@@ -135,13 +135,13 @@ def test_each_microbatch_counts_once(accumulated: PlainProgram) -> None:
 def test_what_travels_with_others_is_put_together_as_it_lies(accumulated: PlainProgram) -> None:
     """Each turn of dims on the way to a collective of several values, or from there, is dropped."""
     stage, found = accumulated.stages["each"], []
-    assert list(bucketed.faults(stage, accumulated.axis_sizes)) == []
+    assert list(bucket_order.faults(stage, accumulated.axis_sizes)) == []
     text = print_stage(stage, accumulated, comments=False).split("\n")
     turns = [number for number, line in enumerate(text) if re.search(r': "\w+\[[\d, ]+\]" = aten.permute\(', line)]
     for at in turns:
         turned, operand = re.findall(r"(\w+): .* = aten.permute\((\w+), ", text[at])[0]
         lines = [re.sub(rf"\b{turned}\b(?!\()", operand, line) for line in text[:at] + text[at + 1 :]]
-        found.append(list(bucketed.faults(parse_stage("\n".join(lines), side_table(stage)), accumulated.axis_sizes)))
+        found.append(list(bucket_order.faults(parse_stage("\n".join(lines), side_table(stage)), accumulated.axis_sizes)))
     assert len(turns) > 8 and all(len(told) == 1 and "its elements do not lie in the order of" in told[0][1] for told in found), found
 
 
@@ -204,7 +204,7 @@ def main(
         "output:y": y,
     }}
 '''
-    ((name, said),) = follow.faults(parse_stage(text), {"dp": 2, "tp": 2}, rules)
+    ((name, said),) = sharding_walk.faults(parse_stage(text), {"dp": 2, "tp": 2}, rules)
     assert name == "y" and why in said
 
 
@@ -227,7 +227,7 @@ def main(
         "output:y": y,
     }}
 '''
-    found = list(follow.faults(parse_stage(text), {"tp": 2}, rules))
+    found = list(sharding_walk.faults(parse_stage(text), {"tp": 2}, rules))
     assert [name for name, _ in found] == (["y"] if why else []) and all(why in said for _, said in found), found
 
 
@@ -264,4 +264,4 @@ def main(
     }
 """
     stage = parse_stage(empty.replace('"f32[batch 0/dp, 2, 3]"', '"f32[batch 0/dp, a 2, b 3]"'))
-    assert list(follow.faults(stage, {"dp": 2}, rules)) == []
+    assert list(sharding_walk.faults(stage, {"dp": 2}, rules)) == []

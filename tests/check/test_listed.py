@@ -12,7 +12,7 @@ from meshc.check.operators import PIECES
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import IN_PLACE
 from meshc.rules import FAMILIES
-from meshc.text.allowed import FUNCTIONS, OPERATORS, resolve, spelling
+from meshc.text.allowed_operators import FUNCTIONS, OPERATORS, resolve, spelling
 from tests.zoo.operators import used
 
 LISTED: dict[str, Any] = {name: resolve(name) for name in sorted(OPERATORS)}

@@ -11,13 +11,13 @@ import pytest
 from torch import nn
 
 from meshc import artifact, rules
-from meshc.check import check_program, follow
+from meshc.check import check_program, sharding_walk
 from meshc.errors import ArtifactError
 from meshc.files import seal
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from meshc.text.parse import parse_stage, parse_type
-from meshc.text.show import hash_program, print_stage, print_type, side_table
+from meshc.text.printer import hash_program, print_stage, print_type, side_table
 from tests.broad import broad
 from tests.meaning.test_orders import RING, Layers, Picks, Prefix, trained
 
@@ -72,13 +72,13 @@ def test_orders_have_names_and_stand_behind_the_first_axis(cuts: str) -> None:
 def test_each_type_that_says_another_order_is_refused(between: nn.Module, every: int) -> None:
     program = made(between)
     stage, lines = program.stages["main"], lines_of(program)
-    assert not list(follow.faults(stage, program.axis_sizes, rules))
+    assert not list(sharding_walk.faults(stage, program.axis_sizes, rules))
     typed = [(number, found[1]) for number, line in enumerate(lines) if (found := re.match(r'    \w+: "([^"]*/cp[^"]*)"', line))]
     assert len(typed) > 50
     for number, said in typed[::every]:
         other = said.replace("/cp~zigzag", "/_").replace("/cp", "/cp~zigzag").replace("/_", "/cp")
         edited = [*lines[:number], lines[number].replace(said, other), *lines[number + 1 :]]
-        assert list(follow.faults(parse_stage("\n".join(edited)), program.axis_sizes, rules)), lines[number]
+        assert list(sharding_walk.faults(parse_stage("\n".join(edited)), program.axis_sizes, rules)), lines[number]
 
 
 def test_what_is_not_exchanged_is_told_by_its_line(decoder: PlainProgram) -> None:
@@ -99,7 +99,7 @@ def test_programs_that_do_not_say_it_are_refused(decoder: PlainProgram, tmp_path
         artifact.save(program, tmp_path / name)
         assert hash_program(artifact.load(tmp_path / name, rules=rules)) == hash_program(program)
         manifest = tmp_path / name / "manifest.json"
-        manifest.write_text(seal.sealed({**json.loads(manifest.read_text()), "version": 3}))
+        manifest.write_text(seal.seal_text({**json.loads(manifest.read_text()), "version": 3}))
     assert hash_program(artifact.load(tmp_path / "plain", rules=rules)) == hash_program(plain)
     with pytest.raises(ArtifactError, match="is of version 3, whose zigzag order is another one.*: compile and save the program"):
         artifact.load(tmp_path / "zigzag", rules=rules)
@@ -148,6 +148,6 @@ def main(
         "output:z": z,
     }}
 '''
-    found = list(follow.faults(parse_stage(text), {"cp": 2}, rules))
+    found = list(sharding_walk.faults(parse_stage(text), {"cp": 2}, rules))
     assert [name for name, _ in found] == (["z"] if why else [])
     assert not why or why in found[0][1], found

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from meshc import rules
-from meshc.check import check_program, follow
+from meshc.check import check_program, sharding_walk
 from meshc.text.parse import parse_stage
 from tests import models
 from tests.check.test_lies import names, told
@@ -48,7 +48,7 @@ ONES: Final = ('f: "f32[6, 8]" = aten.constant_pad_nd(s, [0, 0, 0, 1], 1)',)
 
 
 def found(*lines: str) -> list[tuple[str, str]]:
-    return list(follow.faults(parse_stage(TEXT.replace("LINES", "\n    ".join(lines))), SIZES, rules))
+    return list(sharding_walk.faults(parse_stage(TEXT.replace("LINES", "\n    ".join(lines))), SIZES, rules))
 
 
 SOUND = [

@@ -22,7 +22,7 @@ from meshc.check.stage import faults
 from meshc.errors import ArtifactError
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.models import Case, llama, mlp, nanogpt, resnet
 from tests.zoo.run import captured

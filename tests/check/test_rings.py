@@ -13,7 +13,7 @@ import torch
 from meshc import rules
 from meshc.check import check_program
 from meshc.program.program import PlainProgram
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 from tests.check.test_lies import told
 from tests.meaning.test_rings import Attends, Biased, trained
 

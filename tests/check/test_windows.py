@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import rules
-from meshc.check import check_program, follow
+from meshc.check import check_program, sharding_walk
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from tests.check.test_lies import told
@@ -35,7 +35,7 @@ def main(
 
 
 def found(*lines: str) -> list[tuple[str, str]]:
-    return list(follow.faults(parse_stage(TEXT.replace("LINES", "\n    ".join(lines))), {"cp": 2}, rules))
+    return list(sharding_walk.faults(parse_stage(TEXT.replace("LINES", "\n    ".join(lines))), {"cp": 2}, rules))
 
 
 def halo(window: str, length: int, fill: str = "0.0", size: int = 16) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from meshc.testing.brute_force import Sample, build, prove
-from meshc.text.allowed import refusal, spelling
+from meshc.text.allowed_operators import refusal, spelling
 from tests.conformance.capture import NotCapturable, nodes, said
 from tests.conformance.torch_samples import calls
 

@@ -11,7 +11,7 @@ import torch
 
 from meshc import environment
 from meshc.cost import devices
-from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read, write
+from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read_devices, write_devices
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.mesh import Mesh
 
@@ -19,7 +19,7 @@ NAMES = ("cpu", "a100", "h100", "h200", "b200")
 
 
 def test_the_table_has_every_figure_of_every_device() -> None:
-    assert tuple(read(TABLE)) == NAMES
+    assert tuple(read_devices(TABLE)) == NAMES
     for one in map(device, NAMES):
         assert set(one.flops_per_s) == set(DTYPES)
         figures = [*one.flops_per_s.values(), one.memory_Bps, one.memory_bytes, one.launch_s, one.collective_s]
@@ -55,8 +55,8 @@ def test_efficiency_stands_apart_from_peaks() -> None:
 
 def test_the_link_to_the_host_is_kept_where_there_is_one(tmp_path: Path) -> None:
     """A CPU is its own host."""
-    write([device("cpu"), device("h100")], tmp_path / "devices.toml")
-    found = read(tmp_path / "devices.toml")
+    write_devices([device("cpu"), device("h100")], tmp_path / "devices.toml")
+    found = read_devices(tmp_path / "devices.toml")
     assert found["cpu"].host is None and found["cpu"].host_link is None
     assert found["h100"].host == device("h100").host == Link(10e-6, 64e9)
     assert found["h100"].host_link == Link(10e-6, pytest.approx(0.8 * 64e9))
@@ -66,8 +66,8 @@ def test_operators_on_the_host_have_its_figures(tmp_path: Path) -> None:
     one = device("h100")
     assert one.there.bytes_per_s == pytest.approx(device("cpu").efficiency.memory * 76.8e9)
     assert one.there.rate(torch.float64) == one.there.rate(torch.bfloat16) == pytest.approx(0.75 * 1.8e12)
-    write([one, replace(one, name="other", processor=None)], tmp_path / "devices.toml")
-    found = read(tmp_path / "devices.toml")
+    write_devices([one, replace(one, name="other", processor=None)], tmp_path / "devices.toml")
+    found = read_devices(tmp_path / "devices.toml")
     assert found["h100"].processor == one.processor and found["other"].there == device("cpu") == device("cpu").there
 
 
@@ -77,8 +77,8 @@ def test_the_device_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "devices.toml"
     path.write_text(page.partition("```toml\n")[2].partition("```")[0])
     monkeypatch.setenv(environment.DEVICES, str(path))
-    assert devices.named("mi300x").rate(torch.bfloat16) == pytest.approx(0.5 * 1307.4e12)
-    assert devices.named("b200") == device("b200")
+    assert devices.find_device("mi300x").rate(torch.bfloat16) == pytest.approx(0.5 * 1307.4e12)
+    assert devices.find_device("b200") == device("b200")
 
 
 def test_an_unknown_device_lists_those_that_there_are() -> None:
@@ -113,13 +113,13 @@ def test_a_mesh_has_the_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_was_measured_is_read_again_and_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "inner" / "devices.toml"
     monkeypatch.setenv(environment.DEVICES, str(path))
-    assert devices.calibrated() == {} and for_mesh(Mesh("dp=2")) == device("cpu")
+    assert devices.calibrated_devices() == {} and for_mesh(Mesh("dp=2")) == device("cpu")
     measured = replace(device("cpu"), contention=1.25, uneven=0.01, product_moves=4.5)
     measured = replace(
         measured, memory_Bps=12.5e9, inside_node=Link(4.25e-5, 1.75e9), source='measured on a "machine" with a \\ in its name'
     )
-    write([measured], path)
-    assert read(path) == {"cpu": measured} and for_mesh(Mesh("dp=2")) == measured
+    write_devices([measured], path)
+    assert read_devices(path) == {"cpu": measured} and for_mesh(Mesh("dp=2")) == measured
     assert device("cpu").memory_Bps == 10e9  # a name alone asks the table
 
 
@@ -133,10 +133,10 @@ def test_the_file_lies_where_settings_lie(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_file_from_before_a_figure_was_has_none_of_it(tmp_path: Path) -> None:
     path = tmp_path / "devices.toml"
-    write([device("cpu")], path)
+    write_devices([device("cpu")], path)
     later = ("contention", "uneven", "product_moves")
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(later)))
-    assert read(path) == {"cpu": device("cpu")}
+    assert read_devices(path) == {"cpu": device("cpu")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,7 +161,7 @@ def test_nothing_is_lost_on_the_devices_of_the_table(name: str) -> None:
 )
 def test_a_file_at_fault_is_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:
     path = tmp_path / "devices.toml"
-    write([device("cpu")], path)
+    write_devices([device("cpu")], path)
     path.write_text(path.read_text().replace(*change))
     with pytest.raises(ArtifactError, match=f"(?s){path}.*{said}"):
-        read(path)
+        read_devices(path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
 from meshc.program import in_flight
@@ -78,15 +78,15 @@ def test_reductions_that_nothing_reads_for_long_are_waited_for_in_turn() -> None
 
 def test_what_one_reads_is_there_until_it_has_been_waited_for() -> None:
     # g2 is still there when g3 is made, beside r1 and r2; of what nobody waited for g1 would be there too
-    assert memory.peak(program(SCATTERS)).total == (2 + 2 + 4 + 4) * MIB
-    assert memory.peak(program(REGION)).total == (4 + 2 + 4) * MIB  # what a region reads is waited for before the region: g has gone
+    assert peak_memory.peak(program(SCATTERS)).total == (2 + 2 + 4 + 4) * MIB
+    assert peak_memory.peak(program(REGION)).total == (4 + 2 + 4) * MIB  # what a region reads is waited for before the region: g has gone
 
 
 def test_parts_that_are_copied_to_be_sent_are_there_beside() -> None:
     # with the copy and the result two more values, not with the operand too
-    assert memory.peak(program(ALONG_1)).total == (4 + 2 + 4 + 4) * MIB
+    assert peak_memory.peak(program(ALONG_1)).total == (4 + 2 + 4 + 4) * MIB
     # parts come one behind the other, and are joined along the other dim once all are there
-    assert memory.peak(program(GATHER)).total == (4 + 4) * MIB
+    assert peak_memory.peak(program(GATHER)).total == (4 + 4) * MIB
 
 
 class Alone:
@@ -142,7 +142,7 @@ def test_what_starts_early_holds_what_it_reads_until_another_stage_waits() -> No
     start = Instruction("start", "start_g", 0, keys=("sum:g",), during="each")
     made = program(EACH, START, AFTER, schedule=(Instruction("run", "each"), add, start, Instruction("run", "after")))
     # beside r what it reads, while a is made; without it s and more would be the most
-    assert memory.peak(made).total == (2 + 4 + 4) * MIB + 4
+    assert peak_memory.peak(made).total == (2 + 4 + 4) * MIB + 4
 
 
 def test_results_of_one_operator_are_each_there_as_long_as_they_are_read() -> None:
@@ -156,4 +156,4 @@ def test_results_of_one_operator_are_each_there_as_long_as_they_are_read() -> No
     return {"output:total": total, "output:two": two}
 """
     made = program(text)
-    assert memory.peak(made).total == 8 * MIB + 4096 + 4
+    assert peak_memory.peak(made).total == 8 * MIB + 4096 + 4

@@ -17,7 +17,7 @@ import torch
 from meshc.cost import devices
 from meshc.errors import FileError
 from meshc.files import folders
-from meshc.files.folders import kept_aside, put, replacing, write_text, writing
+from meshc.files.folders import kept_aside, move_into_place, replacing, write_text, writing
 from meshc.files.tensor_file import write
 from meshc.passes import dump
 from meshc.pipelining import draw
@@ -38,7 +38,7 @@ def full_disk() -> Iterator[None]:
 def save(target: Path, text: str = "new") -> None:
     with writing(target), replacing(target) as made:
         (made / "file").write_text(text)
-        put(made, target)
+        move_into_place(made, target)
 
 
 def interrupted(target: Path) -> int:
@@ -115,7 +115,7 @@ def test_something_stands_at_the_path_at_every_moment(tmp_path: Path) -> None:
 def test_where_names_cannot_be_exchanged_what_was_there_is_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "p"
     save(target, "old")
-    monkeypatch.setattr(folders, "_exchanged", lambda *_: False)
+    monkeypatch.setattr(folders, "_exchange_names", lambda *_: False)
     rename = Path.rename
 
     def ended(self: Path, to: Path) -> Path:
@@ -139,7 +139,7 @@ def timeline(path: Path) -> None:
 
 
 def tables(path: Path) -> None:
-    devices.write(devices.read(devices.TABLE).values(), path / "devices.toml")
+    devices.write_devices(devices.read_devices(devices.TABLE).values(), path / "devices.toml")
 
 
 def texts(path: Path) -> None:
@@ -149,7 +149,7 @@ def texts(path: Path) -> None:
 def folder(path: Path) -> None:
     with writing(path / "p"), replacing(path / "p") as made:
         write(made / "w.safetensors", {"w": torch.ones(9)})
-        put(made, path / "p")
+        move_into_place(made, path / "p")
 
 
 def dumped(path: Path) -> None:

@@ -56,8 +56,10 @@ def test_a_slice_hashes_the_blocks_that_it_lies_in_each_once(tmp_path: Path, mon
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 128)  # a row of 64 numbers is two of them
     told = write(tmp_path / "a", {"w": torch.arange(640.0).view(10, 64)})
     read: list[int] = []
-    original = TensorFile._read
-    monkeypatch.setattr(TensorFile, "_read", lambda self, name, at, length: read.append(at // 128) or original(self, name, at, length))
+    original = TensorFile._read_range
+    monkeypatch.setattr(
+        TensorFile, "_read_range", lambda self, name, at, length: read.append(at // 128) or original(self, name, at, length)
+    )
     with TensorFile(tmp_path / "a", told) as file:
         assert file.slice("w", [(2, 4), (0, 32)]).tolist() == [list(range(128, 160)), list(range(192, 224))]
         assert read == [4, 6]  # the left halves of rows 2 and 3

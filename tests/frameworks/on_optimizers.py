@@ -71,7 +71,7 @@ def trains(mesh: Any, build: Build, within: float = 1e-9, options: Any = None) -
 
 def divides(mesh: Any, build: Build, within: float) -> None:
     """Likewise of equal matrices, each updated by one rank; messages take little, so that small ones are divided too."""
-    with devices.assumed(replace(devices.device("cpu"), collective_s=1e-6, inside_node=devices.Link(1e-6, 1e10))):
+    with devices.assume_device(replace(devices.device("cpu"), collective_s=1e-6, inside_node=devices.Link(1e-6, 1e10))):
         program = trained(mesh, equal, 6, build, within)
     assert any("computations are divided over the ranks of tp" in note for note in program.compiled.notes), program.compiled.notes
 

@@ -15,7 +15,7 @@ import meshc
 from meshc import artifact
 from meshc.errors import CompileError, InputError, PlanError
 from meshc.program import instance
-from meshc.text import show
+from meshc.text import printer
 from meshc.text.parse import parse_stage
 from tests.broad import broad
 from tests.models import IGNORED, gpt2, llama
@@ -99,7 +99,7 @@ def test_a_batch_that_two_axes_split_is_uneven_at_each() -> None:
         step(Table()), meshc.Mesh("dp_replicate=2,dp_shard=2"), kwargs=tokens(33, 8, 6), plan="hsdp",
         options=meshc.Options(dynamic={name: {0: batch} for name in ("input_ids", "labels")}),
     )  # fmt: skip
-    assert '@sizes("batch 2..64 5")' in show.print_program(program.general)
+    assert '@sizes("batch 2..64 5")' in printer.print_program(program.general)
     for rows in (7, 4):
         meshc.verify(program, tokens(33, rows, 6))
 
@@ -118,12 +118,12 @@ def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str | None, microb
         step(case.model, clip_grad_norm=1.0, microbatches=microbatches), meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan,
         options=meshc.Options(dynamic=open_dims(case.kwargs)),
     )  # fmt: skip
-    before = show.hash_program(program.general)
-    assert "n_batch" in str(program) and "n_batch" not in show.print_program(program.compiled)
+    before = printer.hash_program(program.general)
+    assert "n_batch" in str(program) and "n_batch" not in printer.print_program(program.compiled)
     for batch, seq in sizes:
         report = meshc.verify(program, tokens(65, batch, seq), dtype=torch.float64)
         assert report.ok and {kind for kind, *_ in report.rows} >= {"gradient", "parameter after step 2"}
-    assert show.hash_program(program.general) == before
+    assert printer.hash_program(program.general) == before
 
 
 @pytest.mark.parametrize("mesh, sizes", [broad("cp=3", SIZES[1:]), broad("cp=3", SIZES[:1]), broad("dp=2,tp=2", SIZES)])
@@ -192,7 +192,7 @@ def test_no_decision_hangs_on_the_integers_that_stand_for_sizes(layers: int) -> 
         model = llama(layers=layers).model if layers else Table()
         plan, options = "fsdp+megatron_sp" if layers else "fsdp+megatron", meshc.Options(dynamic=open_dims(inputs))
         program = meshc.compile(step(model), mesh, kwargs=inputs, plan=plan, options=options)
-        lines = show.print_program(program.general, comments=False).splitlines()
+        lines = printer.print_program(program.general, comments=False).splitlines()
         return [line for line in lines if not line.startswith(("@sizes", "sizes ="))]
 
     assert printed(6, 12) == printed(16, 22)
@@ -209,13 +209,13 @@ def saved(tmp_path: Path) -> Any:
 def test_a_saved_program_keeps_its_sizes_open(tmp_path: Path) -> None:
     program = saved(tmp_path)
     loaded = artifact.load(tmp_path / "rows.meshc")
-    assert show.print_program(loaded, comments=False) == show.print_program(program.general, comments=False)
+    assert printer.print_program(loaded, comments=False) == printer.print_program(program.general, comments=False)
     assert loaded.dynamic == program.general.dynamic and loaded.constraints == program.general.constraints
-    stage = show.print_stage(loaded.stage, loaded, comments=False)
-    assert '@sizes("batch 2..64 ' in stage and show.print_stage(parse_stage(stage), loaded, comments=False) == stage
+    stage = printer.print_stage(loaded.stage, loaded, comments=False)
+    assert '@sizes("batch 2..64 ' in stage and printer.print_stage(parse_stage(stage), loaded, comments=False) == stage
     at_7, again = (instance.program_for_shapes(one, {"x": (7, 3, 31)}) for one in (loaded, program.general))
-    assert at_7.port("input:x").shape == (7, 3, 31) and "n_batch" not in show.print_program(at_7)
-    assert show.print_program(at_7, comments=False) == show.print_program(again, comments=False)
+    assert at_7.port("input:x").shape == (7, 3, 31) and "n_batch" not in printer.print_program(at_7)
+    assert printer.print_program(at_7, comments=False) == printer.print_program(again, comments=False)
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

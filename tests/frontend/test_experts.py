@@ -13,7 +13,7 @@ from transformers.integrations import moe
 
 import meshc
 from meshc import ir
-from meshc.cost import work
+from meshc.cost import divided_work
 from meshc.frontend.stock_experts import REPLACED, unsorted_experts
 from meshc.program.program import PlainProgram
 from meshc.report import summary
@@ -66,11 +66,11 @@ def test_the_hidden_dim_of_the_experts_is_what_lies_split() -> None:
 
 
 def test_all_arithmetic_of_the_experts_is_split_by_tokens_and_by_their_hidden_dim() -> None:
-    rows = [row for row in work.of(program("dp=2,tp=2")) or [] if row.operator.startswith("meshc.routed")]
+    rows = [row for row in divided_work.work_rows(program("dp=2,tp=2")) or [] if row.operator.startswith("meshc.routed")]
     assert {(row.operator, row.phase) for row in rows} == {
         ("meshc.routed_mm", "forward"), ("meshc.routed_mm", "backward"), ("meshc.routed_outer", "backward"),
     }  # fmt: skip
-    assert {tuple(row.by_axis.values()) for row in rows} == {(work.SPLIT, work.SPLIT)}
+    assert {tuple(row.by_axis.values()) for row in rows} == {(divided_work.SPLIT, divided_work.SPLIT)}
 
 
 def test_no_token_leaves_its_rank_for_an_expert() -> None:
@@ -105,8 +105,8 @@ def test_products_of_runs(fallback: bool, mesh: str) -> None:
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     found = meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs)
     assert meshc.verify(found, dtype=torch.float64 if fallback else None).ok
-    rows = [row for row in work.of(found.compiled) or [] if row.operator in ("meshc.grouped_mm", "meshc.grouped_outer")]
-    assert rows and {row.by_axis["tp"] for row in rows} == {work.SPLIT}
+    rows = [row for row in divided_work.work_rows(found.compiled) or [] if row.operator in ("meshc.grouped_mm", "meshc.grouped_outer")]
+    assert rows and {row.by_axis["tp"] for row in rows} == {divided_work.SPLIT}
     assert not any("has no rule" in note for note in found.compiled.notes)
 
 

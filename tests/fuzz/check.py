@@ -29,7 +29,7 @@ from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage, side_table
+from meshc.text.printer import print_stage, side_table
 from tests.fuzz.case import PLAIN, Case, How
 from tests.fuzz.sketch import Sketch, module
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 from tests.fuzz.case import PLAIN, Case
 from tests.fuzz.check import Captured
 from tests.fuzz.rare import directed, rare

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from meshc.program.program import PlainProgram
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 from tests.golden.fingerprint import fingerprint
 
 FOLDER: Final = Path(__file__).parent / "programs"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from meshc.report.account import link_accounts
-from meshc.text import allowed
-from meshc.text.show import port_type
+from meshc.text import allowed_operators
+from meshc.text.printer import port_type
 
 
 def fingerprint(program: PlainProgram) -> str:
@@ -28,7 +28,7 @@ def fingerprint(program: PlainProgram) -> str:
 
 def _operators(program: PlainProgram) -> Iterator[str]:
     for stage in program.stages.values():
-        found = Counter(allowed.spelling(node.target) for node in stage.graph.nodes if node.op == "call_function")
+        found = Counter(allowed_operators.spelling(node.target) for node in stage.graph.nodes if node.op == "call_function")
         yield from (f"{stage.name} {name} {count}" for name, count in sorted(found.items()))
 
 
@@ -46,7 +46,7 @@ def _messages(program: PlainProgram) -> Iterator[str]:
 
 
 def _memory(program: PlainProgram) -> Iterator[str]:
-    for rank in memory.by_rank(program):
+    for rank in peak_memory.by_rank(program):
         kept = ", ".join(f"{kind} {size}" for kind, size in sorted(rank.kept.items()))
         yield f"{rank.rank}: {kept}, peak {rank.peak.total}, gradients {rank.peak.gradients}"
 

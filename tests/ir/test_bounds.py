@@ -16,7 +16,7 @@ import torch
 import meshc
 from meshc import artifact
 from meshc.__main__ import main
-from meshc.cost.devices import device, read, write
+from meshc.cost.devices import device, read_devices, write_devices
 from meshc.errors import ArtifactError, PlanError, ScheduleError
 from meshc.ir import sizes
 from meshc.ir.bounds import MOST_RANKS, parse_json
@@ -253,9 +253,9 @@ def test_json_is_bounded(text: str, said: str) -> None:
 )
 def test_figures_of_devices_are_bounded(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / "devices.toml"
-    write([device("cpu")], path)
+    write_devices([device("cpu")], path)
     path.write_text(path.read_text().replace(old, new, 1))
-    quickly(lambda: read(path), ArtifactError, f"(?s){path}.*{said}")
+    quickly(lambda: read_devices(path), ArtifactError, f"(?s){path}.*{said}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- states

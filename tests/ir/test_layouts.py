@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
-from meshc.testing import tiles as expected
+from meshc.testing import rank_tiles as expected
 
 MESH = Mesh("dp=2,tp=2")
 SIZES = {"dp": 2, "tp": 2}
@@ -153,7 +153,7 @@ def test_chunks_are_torchs_own(case: tuple[Sharding, Mesh]) -> None:
 
 
 def test_tiles_in_zigzag_order_are_halves_of_two() -> None:
-    """As `meshc.testing.tiles`, which knows nothing of these, has them; a tile of odd length has the longer half of its own."""
+    """As `meshc.testing.rank_tiles`, which knows nothing of these, has them; a tile of odd length has the longer half of its own."""
     for size, axes in ((12, ("a",)), (9, ("a",)), (24, ("a", "b"))):
         sharding = Sharding(((Part("rows", 2),), (Part("seq", size, axes, "zigzag"), Part("inner", 2))))
         mesh = Mesh("a=3,b=2")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ops.bounded_groups import bounded_choices, from_places, to_places
 from tests.broad import broad
 from tests.models import Case
@@ -35,7 +35,7 @@ def test_equals_one_device_where_there_is_room(family: str, mesh: str) -> None:
 @pytest.mark.broad
 def test_a_rank_holds_less() -> None:
     """Of four experts one a rank, two a token: the worst case is twice what falls to each."""
-    held = [memory.worst(trained(shallow("mixtral"), "ep=4", bound).compiled).total for bound in (None, 1.0)]
+    held = [peak_memory.peak_rank(trained(shallow("mixtral"), "ep=4", bound).compiled).total for bound in (None, 1.0)]
     assert held[1] < 0.85 * held[0]
 
 

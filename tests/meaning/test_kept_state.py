@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.reference import ReferenceRandom
 from meshc.runtime.simulator.simulation import simulate
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 
 SEED = 11
@@ -223,7 +223,7 @@ def test_a_model_in_16_bits_keeps_half_the_state() -> None:
         step = meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss)
         x = torch.randn(8, 10)
         program = meshc.compile(step, meshc.Mesh("dp_shard=2"), args=(x,), kwargs={"target": x}, options=meshc.Options(**keep))
-        return dict(memory.worst(program.compiled).kept)
+        return dict(peak_memory.peak_rank(program.compiled).kept)
 
     elements = 2 * 2 * (10 * 10 + 10 + 10 * 10 + 5)  # a rank's: two moments, two layers of 20 x 10 + 20 and 10 x 20 + 10
     counts = 8 * 4

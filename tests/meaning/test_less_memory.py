@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import calls, records, spmd
 from tests.broad import broad
@@ -65,7 +65,7 @@ def step_of(kind: Kind, mesh: str, plan: str = "", rows: dict[str, int] | None =
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def again(program: meshc.Program) -> int:

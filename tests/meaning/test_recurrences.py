@@ -155,7 +155,7 @@ def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
     assert traffic(source.latest) == [
         Recurrence(f"backbone.layers.{layer}.mixer", "recurrence", ("cp",), ranks, 0, both, both) for layer in range(LAYERS)
     ]
-    assert f"{LAYERS}        recurrence  cp       {ranks}        at once, joined" in recurrences.told(source.latest)
+    assert f"{LAYERS}        recurrence  cp       {ranks}        at once, joined" in recurrences.recurrence_table(source.latest)
 
 
 @pytest.mark.parametrize("ranks", [2, broad(3)])

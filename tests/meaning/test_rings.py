@@ -14,8 +14,8 @@ from torch.export import Dim
 
 import meshc
 from meshc import artifact, rules
-from meshc.cost import memory
-from meshc.cost.devices import assumed, device
+from meshc.cost import peak_memory
+from meshc.cost.devices import assume_device, device
 from meshc.errors import PlanError
 from meshc.ir import records, spmd
 from meshc.ir.sizes import Dynamic, symbol
@@ -402,7 +402,7 @@ class Long(nn.Module):
 
 @pytest.mark.parametrize("length, kind", [(64, "all_gather"), (32768, "ring_shift")])
 def test_short_sequences_are_gathered_and_long_ones_pass_round(length: int, kind: str) -> None:
-    with assumed(device("h100")):
+    with assume_device(device("h100")):
         program = trained(Long(), "cp=4", {"x": torch.empty(1, length, 256)}, None)
     assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
 
@@ -411,9 +411,9 @@ def test_short_sequences_are_gathered_and_long_ones_pass_round(length: int, kind
 def test_keys_pass_round_where_gathered_ones_would_not_fit() -> None:
     """Though it is slower: eight ranks with 64 positions each, of which h100s wait for messages alone."""
     x = {"x": torch.randn(1, 512, 16)}
-    with assumed(device("h100")):
+    with assume_device(device("h100")):
         programs = [trained(Attends(is_causal=True), "cp=8", x, attention) for attention in (None, "ring")]
-        gathered, ring = (memory.worst(program.compiled).total for program in programs)
+        gathered, ring = (peak_memory.peak_rank(program.compiled).total for program in programs)
         assert kinds(programs[0].compiled) >= {"all_gather"} and ring < 0.8 * gathered
         model, budget = Attends(is_causal=True), meshc.Options(memory_budget=(ring + gathered) // 2)
         step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
@@ -470,7 +470,7 @@ def test_keys_that_every_rank_has_are_not_sent_round() -> None:
             self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
 
         def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(memory).chunk(2, -1)))
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(peak_memory).chunk(2, -1)))
             return F.scaled_dot_product_attention(q, k, v)
 
     inputs = {"x": torch.randn(2, 8, 16), "memory": torch.randn(2, 5, 16)}

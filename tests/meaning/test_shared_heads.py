@@ -12,7 +12,7 @@ from torch.export import Dim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
-from meshc.cost.padding import padding
+from meshc.cost.padding_waste import padding
 from meshc.ir.sharding import local_shape
 from meshc.report import summary
 from tests.broad import broad

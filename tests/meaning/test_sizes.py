@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 import meshc
-from meshc.cost.padding import padding
+from meshc.cost.padding_waste import padding
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding

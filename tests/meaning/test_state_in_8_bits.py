@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import StateError
 from meshc.ops import block_codes as codes_of
 from meshc.optimizer.optimizer import describe
 from meshc.reference import ReferenceRandom
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.meaning import test_kept_state as kept
 
@@ -152,9 +152,9 @@ def test_codes_and_scales_are_counted() -> None:
     codes = 5 * 300 + 150  # a weight of 10 rows of 300, a bias of 300
     scales = 5 * 2 + 2  # of each of the weight's rows, two; the bias has two, on both ranks
     counts = 8 * 4
-    kept_bytes = memory.worst(compiled(optimizer_state="8bit").compiled).kept
+    kept_bytes = peak_memory.peak_rank(compiled(optimizer_state="8bit").compiled).kept
     assert kept_bytes["state"] == 2 * 2 * (4 * small + codes + 4 * scales) + counts
-    assert memory.worst(compiled().compiled).kept["state"] == 2 * 2 * 4 * (small + codes) + counts
+    assert peak_memory.peak_rank(compiled().compiled).kept["state"] == 2 * 2 * 4 * (small + codes) + counts
 
 
 def test_a_program_is_proved_with_it() -> None:

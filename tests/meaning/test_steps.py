@@ -100,7 +100,7 @@ def test_steps_are_taken_in_turn(kind: str, mesh: str, plan: str, begun: bool, h
     chain = layers * (parts + ranks - 2) * each
     assert sent(source) == {"halo": 2 * chain}
     assert traffic(source.latest) == [Recurrence("layer", "rnn", ("cp",), ranks, parts, (chain, chain), (chain, chain))]
-    assert f"in {parts + ranks - 1} turns, {parts} part" in recurrences.told(source.latest)
+    assert f"in {parts + ranks - 1} turns, {parts} part" in recurrences.recurrence_table(source.latest)
     (note,) = notes(source)
     assert note.startswith(f"layer takes one step after another: along cp {ranks} ranks hand its state on, with rows in {parts} part")
     assert "`cp: batch@layer > seq`" in note

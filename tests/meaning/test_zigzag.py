@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshc import artifact, rules
-from meshc.cost.devices import assumed, device
-from meshc.cost.operators import seconds
+from meshc.cost.devices import assume_device, device
+from meshc.cost.roofline import seconds
 from meshc.ir import op_name
 from meshc.program.program import PlainProgram
 from meshc.report import summary
@@ -100,7 +100,7 @@ def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_t
     def compiled(attention: str | None, length: int = 32768, **how: Any) -> PlainProgram:
         return trained(Wide(**how).bfloat16(), "cp=8", {"x": torch.empty(1, length, 1024).bfloat16()}, attention).compiled
 
-    with assumed(device("h100")):
+    with assume_device(device("h100")):
         found = compiled(None, is_causal=True)
         assert kinds(found) >= {"ring_shift", "to_zigzag"}
         assert "to_zigzag" not in kinds(compiled("ring", 60, is_causal=True)) and "to_zigzag" not in kinds(compiled("ring"))

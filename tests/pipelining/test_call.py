@@ -12,10 +12,10 @@ from torch.fx import Node
 
 import meshc
 from meshc import artifact
-from meshc.cost import call, memory
+from meshc.cost import call_timeline, peak_memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
@@ -73,7 +73,7 @@ def by_hand() -> PlainProgram:
 def test_a_timeline_by_hand() -> None:
     """rank 0  before F0.0 F0.1                                   B0.0 B0.1 after
     rank 1                   F1.0 F1.1  B1.0  B1.1                         after"""
-    line = call.predicted(by_hand(), ROUND)
+    line = call_timeline.predict_timeline(by_hand(), ROUND)
     spans = {(event.rank, str(event.instruction)): (event.start_s, event.end_s) for event in line.events}
     late = 7 * R + 2 * S + 3 * A
     wanted = {
@@ -105,7 +105,7 @@ def test_seconds_of_a_pipeline_are_those_of_its_timeline() -> None:
     assert takes.total == pytest.approx(8 * R + 2 * S + 3 * A + T)
     # the rank with the stage before, one of its sums, and its own stage after
     assert takes.compute == pytest.approx(6 * R + 2 * A) and takes.communication == {"pp": pytest.approx(T)}
-    assert takes.idle == pytest.approx(takes.total - takes.compute - T) and takes.hidden == pytest.approx(0, abs=1e-12)
+    assert takes.idle == pytest.approx(takes.total - takes.compute - T) and takes.hidden_s == pytest.approx(0, abs=1e-12)
 
 
 def test_what_is_handed_over_once_a_call() -> None:
@@ -116,7 +116,7 @@ def test_what_is_handed_over_once_a_call() -> None:
     program.pipeline = Pipeline(
         "pp", pipeline.schedule, pipeline.messages, pipeline.owners, (Move("parameter:v", 0, 1),), (Move("sum:w", 1, 0),)
     )
-    line = call.predicted(program, ROUND)
+    line = call_timeline.predict_timeline(program, ROUND)
     spans = {(event.rank, str(event.instruction)): (event.start_s, event.end_s) for event in line.events}
     assert spans[0, "SEND:parameter:v@0>1"] == spans[1, "RECV:parameter:v@0>1"] == (0, pytest.approx(S))
     late = spans[0, "B0.1"][1]
@@ -129,7 +129,7 @@ def test_what_starts_within_a_microbatch_is_on_its_way_beside_it() -> None:
     """The reduction of sum:w begins when B1.1 has made it, and has all of rank 0's backward to arrive; that of sum:v has none."""
     program = by_hand()
     assert program.pipeline is not None
-    plain = call.predicted(program, ROUND).call_s
+    plain = call_timeline.predict_timeline(program, ROUND).call_s
     for rank, name in enumerate("vw"):
         b = Building()
         b.graph.output((b.call(spmd.all_reduce, b.given(1000, 1000), ["dp"], "sum", made=(1000, 1000)),))
@@ -138,7 +138,7 @@ def test_what_starts_within_a_microbatch_is_on_its_way_beside_it() -> None:
     program.mesh = Mesh("pp=2,dp=2")
     starts = (Start("start_0", ("sum:v",), Action("B", 0, 1)), Start("start_1", ("sum:w",), Action("B", 1, 1)))
     program.pipeline = replace(program.pipeline, starts=starts)
-    line = call.predicted(program, ROUND)
+    line = call_timeline.predict_timeline(program, ROUND)
     spans = {(event.rank, str(event.instruction)): (event.start_s, event.end_s) for event in line.events}
     (start,) = program.stages["start_0"].graph.find_nodes(op="call_function", target=spmd.all_reduce)
     reduced = collective_seconds(start, program.mesh, ROUND)
@@ -148,18 +148,18 @@ def test_what_starts_within_a_microbatch_is_on_its_way_beside_it() -> None:
         assert begin == pytest.approx(spans[rank, f"B{rank}.1"][1])
         assert end == pytest.approx(max(begin, begun[rank] + reduced) + R)
     assert line.call_s < plain + reduced
-    assert memory.runs(program)["start_0"] == 1
+    assert peak_memory.runs(program)["start_0"] == 1
 
 
 def test_memory_by_hand() -> None:
-    zero, one = memory.by_rank(by_hand())
+    zero, one = peak_memory.by_rank(by_hand())
     assert (zero.rank, one.rank) == (0, 1)
     assert dict(zero.kept) == dict(one.kept) == {"input": MB, "parameter": MB}
     # x; both gradients that come, since receives are posted early; and what B0.0 makes of the first
     assert zero.peak.total == 4 * MB and zero.peak.at.endswith("stage backward_0")
     # both activations that come, and what F1.0 makes of the first; or y of both microbatches, and what B1.0 makes
     assert one.peak.total == 3 * MB
-    assert memory.worst(by_hand()) == zero and memory.peak(by_hand()) == zero.peak
+    assert peak_memory.peak_rank(by_hand()) == zero and peak_memory.peak(by_hand()) == zero.peak
 
 
 def test_stages_and_links() -> None:
@@ -253,4 +253,6 @@ def test_an_inference_and_its_saved_program_look_alike(tmp_path: Path) -> None:
     assert cell(told, "1        1", "modules") == "h.1, ln_f, lm_head"
     program.save(tmp_path / "m", weights=False)
     again = artifact.load(tmp_path / "m")
-    assert draw.svg(call.predicted(again)) == draw.svg(line) and memory.by_rank(again) == memory.by_rank(program.compiled)
+    assert draw.svg(call_timeline.predict_timeline(again)) == draw.svg(line) and peak_memory.by_rank(again) == peak_memory.by_rank(
+        program.compiled
+    )

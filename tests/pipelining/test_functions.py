@@ -12,7 +12,7 @@ import meshc
 from meshc.passes.stages.schedules import build
 from meshc.passes.stages.schedules.numbered_steps import number_microbatches
 from meshc.pipelining.schedule import Action
-from meshc.text import show
+from meshc.text import printer
 from tests.models import nanogpt
 
 
@@ -49,7 +49,7 @@ def test_a_function_is_a_schedule_and_is_saved_as_what_it_made() -> None:
     meshc.verify(program)
     told = program.compiled.info["schedule"]
     assert told == str(pipeline.schedule)
-    assert show.hash_program(step(4, schedule=told).compiled) == show.hash_program(program.compiled)
+    assert printer.hash_program(step(4, schedule=told).compiled) == printer.hash_program(program.compiled)
 
 
 def test_stages_per_rank_are_as_many_as_asked() -> None:

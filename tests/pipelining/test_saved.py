@@ -21,7 +21,7 @@ from meshc.pipelining.schedule import parse
 from meshc.program.completeness import refuse_incomplete
 from meshc.report.account import stage_accounts
 from meshc.runtime.run.cuda_graph import refusal
-from meshc.text.show import hash_program, print_program
+from meshc.text.printer import hash_program, print_program
 from tests.models import resnet
 from tests.pipelining.test_stages import Blocks, compiled, step
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import device
-from meshc.cost.predict import costs_of
+from meshc.cost.pipeline_costs import costs_of
 from meshc.ir import spmd
 from meshc.passes.stages import pipeline_memory
 from meshc.passes.stages.balance import SLACK, Numbers, best_cuts, least_cuts
@@ -222,9 +222,9 @@ def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
         return meshc.compile(train, meshc.Mesh("pp=2,dp_shard=2"), kwargs=case.call_kwargs, options=options)
 
     once = program(None).compiled
-    often = program(memory.worst(once).total - 1)
+    often = program(peak_memory.peak_rank(once).total - 1)
     assert gathers(once) == {"before"} and {"forward", "backward"} <= gathers(often.compiled)
-    assert memory.worst(often.compiled).total < memory.worst(once).total
+    assert peak_memory.peak_rank(often.compiled).total < peak_memory.peak_rank(once).total
     assert meshc.verify(often, case.call_kwargs, dtype=torch.float64).ok
 
 
@@ -241,11 +241,11 @@ def gathers(program: PlainProgram) -> set[str]:
 def test_what_does_not_fit_is_not_chosen(count: int | None) -> None:
     """With a byte less than what the fastest holds, another schedule, number of microbatches or cut is taken, which holds less."""
     free = compiled(count=count)
-    budget = memory.worst(free).total - 1
+    budget = peak_memory.peak_rank(free).total - 1
     program, inputs = step(count=count, memory_budget=budget, remat="none")
     tight = program.compiled
     assert free.pipeline is not None and tight.pipeline is not None
-    assert memory.worst(tight).total <= budget
+    assert peak_memory.peak_rank(tight).total <= budget
     assert (free.microbatches, free.pipeline) != (tight.microbatches, tight.pipeline)
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
@@ -303,12 +303,12 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
         return {key.partition(":")[2].partition(".")[0] for key, rank in made.compiled.pipeline.owners.items() if rank == 0}
 
     free = program(None)
-    needed = memory.worst(free.compiled).total
+    needed = peak_memory.peak_rank(free.compiled).total
     assert first(free) == {"table", "cheap", "dear"}
     with pytest.raises(meshc.PlanError, match="holds"):  # cuts that the user has named stay where they are
         program(needed - 1, pp_splits=["dear.1"])
     tight = program(int(0.95 * needed))
-    assert first(tight) == {"table", "cheap"} and memory.worst(tight.compiled).total <= 0.95 * needed
+    assert first(tight) == {"table", "cheap"} and peak_memory.peak_rank(tight.compiled).total <= 0.95 * needed
     assert meshc.verify(tight, inputs, dtype=torch.float64).ok
     assert first(program(int(0.83 * needed))) == {"table"}
 

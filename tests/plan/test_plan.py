@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, Split, StoreLine, Term
+from meshc.plan.entries import STORES, AxisEntry, FactorTerm, OperatorPin, OperatorSplit, Pin, PinDim, PinFactor, StoreLine
 from meshc.plan.plan import Plan, contradictions
 from meshc.plan.recipes import RECIPES, explain, resolve
 
@@ -63,9 +63,9 @@ OPERATORS = st.sampled_from(["*", "lm_head", "/update", "model.layers.*/backward
 
 @st.composite
 def axis_entries(draw: st.DrawFn, axis: str) -> AxisEntry:
-    terms = draw(st.lists(st.builds(Term, FACTORS, st.none() | REGIONS), unique=True, max_size=4))
+    terms = draw(st.lists(st.builds(FactorTerm, FACTORS, st.none() | REGIONS), unique=True, max_size=4))
     cuts = draw(st.lists(st.booleans(), min_size=len(terms), max_size=len(terms)))
-    ranks: list[list[Term]] = []
+    ranks: list[list[FactorTerm]] = []
     for term, cut in zip(terms, cuts, strict=True):
         if cut or not ranks:
             ranks.append([])
@@ -107,7 +107,7 @@ def operator_pins(draw: st.DrawFn) -> OperatorPin:
         if isinstance(place, tuple):
             splits[place] = (*splits.get(place, ()), axis)
     left = {word: tuple(axis for axis, place in zip(axes, places, strict=True) if place == word) for word in ("-", "partial")}
-    found = tuple(Split(factor, row, number) for (factor, number), row in splits.items())
+    found = tuple(OperatorSplit(factor, row, number) for (factor, number), row in splits.items())
     return OperatorPin(draw(OPERATORS), found, left["-"], left["partial"])
 
 
@@ -143,7 +143,7 @@ def test_canonical_text() -> None:
 
 def test_structure() -> None:
     plan = Plan(TEXT)
-    assert plan.entry("cp") == AxisEntry("cp", ((Term("heads", "attention"),), (Term("seq", "model.layers.*"),)))
+    assert plan.entry("cp") == AxisEntry("cp", ((FactorTerm("heads", "attention"),), (FactorTerm("seq", "model.layers.*"),)))
     assert plan.entry("pp") == AxisEntry("pp")
     assert plan.entry("ep") is None
     tp = plan.entry("tp")
@@ -161,8 +161,8 @@ def test_globs() -> None:
     plan = Plan("pin *.weight: ffn/tp, _\npin fc.weight: _, ffn\npin input:*: batch")
     assert [pin.line for pin in plan.pins if pin.matches("fc.weight")] == [1, 2]
     assert [pin.line for pin in plan.pins if pin.matches("input:ids")] == [3]
-    assert Term("layers.*.up.weight.0").covers("layers.11.up.weight.0")
-    assert not Term("heads").covers("kv_heads")
+    assert FactorTerm("layers.*.up.weight.0").covers("layers.11.up.weight.0")
+    assert not FactorTerm("heads").covers("kv_heads")
 
 
 def test_other_forms_hold_the_same_lines(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_explain() -> None:
 def test_pins_of_operators() -> None:
     plan = Plan("pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp\npin op: ffn/tp, _\npin op:/update: partial/dp/tp")
     first, second = plan.operators
-    assert first == OperatorPin("*.mlp/backward/mm*", (Split("ffn", ("dp", "tp")), Split("batch", ("cp",), 2)), ("sp",))
+    assert first == OperatorPin("*.mlp/backward/mm*", (OperatorSplit("ffn", ("dp", "tp")), OperatorSplit("batch", ("cp",), 2)), ("sp",))
     assert first.axes == ("dp", "tp", "cp", "sp") and first.where == "line 1, `pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp`"
     assert second == OperatorPin("/update", partial=("dp", "tp")), "of the model itself"
     assert [pin.pattern for pin in plan.pins] == ["op"], "a parameter may be called so"

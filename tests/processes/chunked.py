@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from tests.processes.reference import close, furthest, sgd, train
 from tests.processes.session import run_checks
 
@@ -81,7 +81,7 @@ def trained(mesh: Any, chunks: str, **options: Any) -> tuple[meshc.Program, Aliv
     if state:
         assert furthest(state["model"], twin.state_dict())[0] < 1e-9
     alive = min((watched(lambda: program(ids, target=target)) for _ in range(WATCHED)), key=lambda step: step.most)
-    predicted = memory.worst(program.compiled).peak.total
+    predicted = peak_memory.peak_rank(program.compiled).peak.total
     assert 0.95 < predicted / alive.most < 1.05, (chunks, options, predicted, alive.most)
     return program, alive
 
@@ -102,7 +102,7 @@ def budgeted(mesh: Any) -> None:
     """A budget that says it of itself."""
     program, alive = trained(mesh, "", memory_budget=2 * LOGITS)
     assert any("the head and loss run in" in note for note in program.compiled.notes), program.compiled.notes
-    assert memory.worst(program.compiled).total <= 2 * LOGITS and alive.largest <= LOGITS // 2, alive.largest
+    assert peak_memory.peak_rank(program.compiled).total <= 2 * LOGITS and alive.largest <= LOGITS // 2, alive.largest
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (never_whole, budgeted)

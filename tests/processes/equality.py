@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshc
-from meshc.cost import memory
-from meshc.cost.devices import assumed, device
+from meshc.cost import peak_memory
+from meshc.cost.devices import assume_device, device
 from meshc.runtime.comm import disk, host
 from tests.models import FACTORIES, FLOAT32_INSIDE, Case, mlp
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
@@ -130,7 +130,7 @@ def check(sample: Sample) -> str:
     cpu = device("cpu")
     if sample.node is None:
         return _check(sample)
-    with assumed(replace(cpu, ranks_per_node=sample.node)):
+    with assume_device(replace(cpu, ranks_per_node=sample.node)):
         return _check(sample)
 
 
@@ -155,7 +155,7 @@ def _check(sample: Sample) -> str:
     losses = [program(**case.call_kwargs).item() for _ in range(2)]
     assert sample.node is None or ("ep_across" in program.compiled.mesh.names and "in two hops" in program.summary()), sample
     offloaded = host.HELD.most - before
-    predicted = memory.worst(program.compiled)
+    predicted = peak_memory.peak_rank(program.compiled)
     wanted_there = predicted.host
     assert disk.HELD.now - on_disk == predicted.disk, (sample, disk.HELD.now - on_disk, predicted.disk)
     assert offloaded >= wanted_there and offloaded <= 1.02 * wanted_there, (sample, offloaded, wanted_there)

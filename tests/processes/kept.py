@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ops import block_codes
 from tests.meaning import test_kept_state as one_device
 from tests.meaning import test_state_in_8_bits as in_8_bits
@@ -43,7 +43,7 @@ def _trained(model: nn.Module, mesh: str, data: one_device.Batches, loss: one_de
     for x, y in data:
         program(x, target=y)
     held = sum(value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes for value in _states(optimizer))
-    assert held == memory.worst(program.compiled).kept["state"] or keep.get("master_weights"), held
+    assert held == peak_memory.peak_rank(program.compiled).kept["state"] or keep.get("master_weights"), held
     rows = [program.state_dict(full=True)]
     dist.broadcast_object_list(rows, src=0)
     return rows[0], optimizer

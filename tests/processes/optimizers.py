@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.cost.memory import worst
+from meshc.cost.peak_memory import peak_rank
 from meshc.runtime.failure.failed_rank import world_board
 from meshc.runtime.saved.loaded_program import LoadedProgram
 from tests.models import mlp
@@ -180,7 +180,7 @@ def divided(mesh: Any) -> None:
                 program(x, target=y)
             peaks.append(live.peak)  # gloo's threads let go of what they have sent a little late, now and then
         bucket = sum(p.nbytes for p in twin.parameters()) if plan is None else 0  # of gradients: it was there before the step
-        ratio = (min(peaks) + bucket) / worst(program.compiled).peak.total
+        ratio = (min(peaks) + bucket) / peak_rank(program.compiled).peak.total
         assert 0.99 < ratio < 1.01, (plan, ratio)
         assert furthest(_whole(model), _whole(twin))[0] < 1e-4, plan
 

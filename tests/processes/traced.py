@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir import is_getitem, runs_on_host, spmd
 from meshc.optimizer.optimizer import numbers
 from meshc.pipelining import draw, perfetto_trace
@@ -22,7 +22,7 @@ from meshc.pipelining.schedule import Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline
 from meshc.program.rank_instructions import items_of
 from meshc.report.account import link_accounts
-from tests.cost.test_memory import Live
+from tests.cost.test_peak_memory import Live
 from tests.models import nanogpt
 from tests.processes.session import device_mesh, run_checks
 
@@ -180,7 +180,7 @@ def memory_of_ranks(mesh: Any) -> None:
     with Live([value for value in values.values() if isinstance(value, torch.Tensor)]) as live, torch.no_grad():
         session.executor.run(values, 1)
     rank = dist.get_rank()
-    predicted = memory.by_rank(program.compiled)[rank].peak.total
+    predicted = peak_memory.by_rank(program.compiled)[rank].peak.total
     sent = sum(link.bytes for link in link_accounts(program.compiled) if link.source == rank)
     assert predicted <= live.peak <= predicted + sent < 1.15 * predicted, (predicted, live.peak, sent)
 

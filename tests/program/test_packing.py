@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir import Record, set_record, spmd
 from meshc.ir.mesh import Mesh
 from meshc.passes.lower.group_regions import group_stage
@@ -107,7 +107,7 @@ def test_the_memory_walk_counts_the_whole_once(escaping: bool, peak: int) -> Non
     results = (Port("output", "y", (16,) if escaping else (), torch.float32),)
     runs = (Instruction("run", "main"),)
     program = PlainProgram({"main": share_stage_memory(stage)}, Mesh("dp=2"), Plan(""), ports, results, runs, axis_sizes={"dp": 2})
-    assert memory.peak(program).total == peak
+    assert peak_memory.peak(program).total == peak
 
 
 def reduced(escaping: bool) -> Stage:
@@ -154,4 +154,4 @@ def test_what_stays_counts_for_the_whole_stage() -> None:
     results = (Port("output", "y", (), torch.float32),)
     runs = (Instruction("run", "main"),)
     program = PlainProgram({"main": share_stage_memory(stage)}, Mesh("dp=1"), Plan(""), ports, results, runs, axis_sizes={"dp": 1})
-    assert memory.peak(program).total == 8 * 1024 * 1024 + 4
+    assert peak_memory.peak(program).total == 8 * 1024 * 1024 + 4

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.report.figures import figures
 from meshc.report.html import head_html, html
@@ -160,7 +160,7 @@ def test_its_figures_are_those_of_the_summary(program: meshc.Program, found: Pag
 def test_what_an_axis_spares(program: meshc.Program, found: Page) -> None:
     """By hand: over dp lie parameters and moments, over tp the layers' weights and the bias of `up`; inputs come whole to each rank."""
     dp, tp = found.axes
-    kept = memory.worst(program.compiled).kept
+    kept = peak_memory.peak_rank(program.compiled).kept
     parameters = (3 * (32 * 8 + 32 + 8 * 32) // 4 + (3 * 8 + 8 * 4 + 4) // 2) * 4
     assert kept["parameter"] == parameters and kept["state"] == 2 * parameters + 4 * 14, "and a count of steps for each of 14 parameters"
     assert dp.spared == 3 * parameters

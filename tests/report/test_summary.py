@@ -12,7 +12,7 @@ from torch.fx import Graph
 import meshc
 from meshc import ir
 from meshc.artifact import load, save
-from meshc.cost import memory, work
+from meshc.cost import divided_work, peak_memory
 from meshc.cost.flops import flops
 from meshc.ir import Record, spmd
 from meshc.ir.mesh import Mesh
@@ -20,7 +20,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sharing import OVER_OPERAND, set_sharing
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
-from meshc.report.summary import collapsed, collectives, gradient_shardings, summary
+from meshc.report.summary import collapse_layers, collectives, gradient_shardings, summary
 from tests.models import mlp, nanogpt
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def test_repeated_layers_are_one_row() -> None:
     assert cell(told, "h.*.mlp.0.weight", "DTensor over (tp)") == "Shard(0)"
     assert cell(told, "h.*.mlp.2.weight", "DTensor over (tp)") == "Shard(1)"
     assert cell(told, "ln_f.weight", "DTensor over (tp)") == "Replicate"
-    assert collapsed("h.3.mlp.0.weight") == "h.*.mlp.0.weight" and collapsed("c_fc1.weight") == "c_fc1.weight"
+    assert collapse_layers("h.3.mlp.0.weight") == "h.*.mlp.0.weight" and collapse_layers("c_fc1.weight") == "c_fc1.weight"
 
 
 def test_padding_is_counted() -> None:
@@ -120,12 +120,12 @@ def test_shares_of_work_can_be_worked_out_by_hand() -> None:
     """x [6, 24] @ [24, 40] @ [40, 40] @ [40, 10]: the classes are a factor of the last product alone."""
     program = step(mlp(), "dp=2,tp=2", "dp: batch\ntp: vocab").compiled
     up, middle, down = (2 * 6 * product for product in (24 * 40, 40 * 40, 40 * 10))
-    rows = work.of(program)
+    rows = divided_work.work_rows(program)
     total = 3 * (up + middle + down)  # forward, and one product each for the gradients of weight and input
     assert sum(row.flops for row in rows) == total
-    assert work.share(rows, "dp") == work.share(rows, "dp", legal=True) == 1.0
-    assert work.share(rows, "tp") == pytest.approx(down * 3 / total)
-    first = work.largest_whole(rows, "tp", 1)[0]
+    assert divided_work.share(rows, "dp") == divided_work.share(rows, "dp", legal=True) == 1.0
+    assert divided_work.share(rows, "tp") == pytest.approx(down * 3 / total)
+    first = divided_work.largest_whole(rows, "tp", 1)[0]
     assert (first.module, first.operator, first.by_axis["tp"], first.flops) == ("middle", "aten.mm", "could be split", 2 * middle)
     told = program_summary_of_disk(program)
     assert "tp splits nothing of aten.mm backward in middle: " in told and "which another entry of the plan may split" in told
@@ -181,7 +181,7 @@ def by_hand() -> PlainProgram:
 
 
 def test_the_peak_counts_each_storage_once_while_it_is_alive() -> None:
-    peak = memory.peak(by_hand())
+    peak = peak_memory.peak(by_hand())
     # a and b are 1600 bytes each, c is 4000, and all are alive when c is made; d is written over c
     assert (peak.total, peak.gradients) == (1600 + 1600 + 4000, 0)
     assert peak.at.startswith("mm")

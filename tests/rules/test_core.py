@@ -8,7 +8,7 @@ import torch
 
 from meshc.passes.trace.decompositions import decompositions
 from meshc.rules import FAMILIES, elementwise
-from meshc.text.allowed import refusal
+from meshc.text.allowed_operators import refusal
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 from meshc.ir.mesh import Mesh
 from meshc.rules import FAMILIES, convolution, elementwise, partial, pooling, reduction, slices
 from meshc.rules.rule import ALONE, Rule, einsum, pointwise
-from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
+from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run_on_ranks
 from tests.broad import broad
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
 from tests.rules.samples import calls as calls_of_samples
@@ -229,7 +229,7 @@ def test_convolutions_of_any_kind_split_along_space() -> None:
         for token in [token for token in one.tokens() if token[0] in ("x0", "y0")]:
             for mesh, axes in ((MESHES[0], ("a",)), (MESHES[1], ("a",)), (Mesh("a=5"), ("a",)), (BOTH, ("a", "b")), (BOTH, ("b", "a"))):
                 chosen = {token: axes}
-                check(sample, one, run(one, mesh, chosen), f"{sample.args} on {mesh}")
+                check(sample, one, run_on_ranks(one, mesh, chosen), f"{sample.args} on {mesh}")
                 split += 1
     assert split > 500
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshc.rules.rule import Turns
-from meshc.testing.brute_force import BOTH, build, check, run
+from meshc.testing.brute_force import BOTH, build, check, run_on_ranks
 from tests.rules.samples import SAMPLES
 
 ours = torch.ops.meshc
@@ -18,5 +18,5 @@ def test_a_tile_of_padding_hands_on_what_it_was_handed(op: torch._ops.OpOverload
     one = build(call)
     (token,) = [token for token in one.tokens() if token[0] == "d1"]
     for parts in (1, 5):
-        found = run(one, BOTH, {token: ("a", "b")}, turns=Turns("d0", parts))
+        found = run_on_ranks(one, BOTH, {token: ("a", "b")}, turns=Turns("d0", parts))
         check(call, one, found, f"{op} in {parts} turns")

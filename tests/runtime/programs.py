@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshc.__main__ import main
-from meshc.cost import measure
+from meshc.cost import microbenchmarks
 from meshc.errors import PeerError
 from meshc.runtime.comm import collectives, rows
 from meshc.runtime.comm.groups import Groups
@@ -35,8 +35,8 @@ def command(folder: str, *words: str) -> None:
 
 def calibrated(path: str) -> None:
     """`meshc calibrate`, which measures little: two sizes so far apart that the larger takes longer on any machine, however busy."""
-    measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
-    measure.THIN = {"cpu": ((8, 128, 128),)}
+    microbenchmarks.BATCH_S, microbenchmarks.SQUARES, microbenchmarks.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
+    microbenchmarks.THIN = {"cpu": ((8, 128, 128),)}
     link_times.SIZES, link_times.BESIDE, link_times.AFTER = (1 << 10, 1 << 25), (1 << 18,), (1e-4,)
     sys.exit(main(["calibrate", "--device", "cpu", "--out", path]))
 

@@ -17,8 +17,8 @@ from meshc import artifact
 from meshc.__main__ import main
 from meshc.errors import ArtifactError
 from meshc.runtime.saved.run_saved import RunRequest, run_command, run_saved
-from meshc.text import libraries, show
-from meshc.text.allowed import resolve
+from meshc.text import libraries, printer
+from meshc.text.allowed_operators import resolve
 from tests.rules.own import FOLDER, imported
 
 train = imported("train")
@@ -51,7 +51,7 @@ def test_a_program_of_a_library_is_refused_by_default(saved: tuple[Path, meshc.P
 
 def test_it_is_read_where_the_library_is_allowed_and_is_the_same(saved: tuple[Path, meshc.Program]) -> None:
     path, program = saved
-    assert show.hash_program(artifact.load(path, allow=["mylib"])) == show.hash_program(program.general)
+    assert printer.hash_program(artifact.load(path, allow=["mylib"])) == printer.hash_program(program.general)
     assert "--allow mylib" in run_command(program.compiled, path)
 
 

@@ -20,9 +20,9 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
-from meshc.text import allowed
+from meshc.text import allowed_operators
 from meshc.text.parse import parse_stage, parse_type
-from meshc.text.show import DTYPES, hash_program, hash_stage, print_program, print_stage, print_type, side_table
+from meshc.text.printer import DTYPES, hash_program, hash_stage, print_program, print_stage, print_type, side_table
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -363,7 +363,7 @@ OFF_THE_LIST = """
 @pytest.mark.parametrize("name", OFF_THE_LIST.split())
 def test_operators_off_the_list(name: str) -> None:
     with pytest.raises(ArtifactError, match="is not on the allow-list: .*; listed are those that meshc compiles models to"):
-        allowed.resolve(name)
+        allowed_operators.resolve(name)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +381,10 @@ def test_operators_off_the_list(name: str) -> None:
     ],
 )
 def test_operators_on_the_list(target: Any) -> None:
-    assert allowed.resolve(allowed.name_of(target)) is target
+    assert allowed_operators.resolve(allowed_operators.name_of(target)) is target
 
 
 def test_other_callables_have_a_spelling_but_no_place() -> None:
-    assert allowed.spelling(torch.nn.functional.silu) == "torch.nn.functional.silu"
+    assert allowed_operators.spelling(torch.nn.functional.silu) == "torch.nn.functional.silu"
     with pytest.raises(ArtifactError, match="the operator torch.nn.functional.silu is not on the allow-list: it is no operator"):
-        allowed.name_of(torch.nn.functional.silu)
+        allowed_operators.name_of(torch.nn.functional.silu)

@@ -14,7 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from meshc.text.allowed import spelling
+from meshc.text.allowed_operators import spelling
 from tests.captured import Captured
 from tests.results import Results
 from tests.table_command import command, in_time

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from meshc.cost import work
+from meshc.cost import divided_work
 from meshc.program.program import PlainProgram
 from tests.captured import Captured
 from tests.models import Case
@@ -69,13 +69,13 @@ def outcome(verify: Callable[[str, str], Captured], name: str, mesh: str) -> tup
 
 def described(program: PlainProgram) -> dict[str, Any]:
     """Shares of the arithmetic that each axis splits (of all, of what has a legal split), and what runs whole for want of a rule."""
-    rows = work.of(program) or []
+    rows = divided_work.work_rows(program) or []
     axes = [axis.name for axis in program.mesh.axes]
     whole = [note.partition(" has no rule")[0] for note in program.notes if "has no rule" in note]
-    largest = {axis: [str(row) for row in work.largest_whole(rows, axis)] for axis in axes}
+    largest = {axis: [str(row) for row in divided_work.largest_whole(rows, axis)] for axis in axes}
     return {
-        "share": {axis: work.share(rows, axis) for axis in axes},
-        "share_legal": {axis: work.share(rows, axis, legal=True) for axis in axes},
+        "share": {axis: divided_work.share(rows, axis) for axis in axes},
+        "share_legal": {axis: divided_work.share(rows, axis, legal=True) for axis in axes},
         "largest_whole": {axis: found for axis, found in largest.items() if found},
         "whole": sorted(set(whole)),
     }

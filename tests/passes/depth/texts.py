@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from meshc.program.program import PlainProgram
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 
 DEFINED = re.compile(r'^\s+([A-Za-z_]\w*): "')
 QUOTED = re.compile(r'("(?:[^"\\]|\\.)*")')

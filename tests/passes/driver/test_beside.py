@@ -10,7 +10,7 @@ import torch
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile_program as driver
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 from tests import models
 from tests.captured import Captured
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.passes.driver.nothing_fits import NothingFits
 
@@ -40,7 +40,7 @@ def step(words: int, hidden: int, plan: str = "dp: batch", microbatches: int = 1
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def refusal(words: int, hidden: int, **options: Any) -> str:

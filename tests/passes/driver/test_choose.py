@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import Link, device, for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.passes import pipeline
@@ -109,9 +109,9 @@ def test_what_fits_with_its_head_in_chunks_is_weighed(share: float) -> None:
     case = models.Case("words", words, {"input": ids}, lambda out, target: F.cross_entropy(out.mT, target), {"target": ids})
     captured = Captured(case, train=True, double=False)
     ask = adam(captured)
-    budget = int(share * memory.worst(captured.program("dp=2", "fsdp", **ask, remat="none")).total)
+    budget = int(share * peak_memory.peak_rank(captured.program("dp=2", "fsdp", **ask, remat="none")).total)
     taken = left(captured, "dp=2", **ask, memory_budget=budget)
-    assert memory.worst(taken.as_program()).total <= budget and taken.weighed[0].seconds is not None
+    assert peak_memory.peak_rank(taken.as_program()).total <= budget and taken.weighed[0].seconds is not None
     for name, entries in combinations(["dp"]):
         program = captured.program("dp=2", Plan.of(entries), **ask, memory_budget=budget)
         assert any("head and loss run in" in note for note in program.notes)
@@ -122,10 +122,10 @@ def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -
     """As if all that the planner finds held too much."""
     captured = Captured(models.mlp(width=400), train=True, double=False)
     ask = adam(captured)
-    budget = memory.worst(captured.program("dp=4", "fsdp", **ask)).total
+    budget = peak_memory.peak_rank(captured.program("dp=4", "fsdp", **ask)).total
     monkeypatch.setattr("meshc.passes.planner.plan_search.PlanSearch.find_choices", lambda *_: [])
     taken = left(captured, "dp=4", **ask, memory_budget=budget)
-    assert taken.weighed[0].name == "fsdp" and memory.worst(taken.as_program()).total <= budget
+    assert taken.weighed[0].name == "fsdp" and peak_memory.peak_rank(taken.as_program()).total <= budget
     assert str(taken.plan) == "dp: batch; store params, grads, state"
     assert any("dp: searched; nothing was found within the budget; fsdp is taken" in note for note in taken.notes)
 
@@ -151,7 +151,7 @@ def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch
 def test_nothing_fits_and_what_would() -> None:
     captured = Captured(models.mlp(width=400, batch=8), train=True, double=False)
     ask = adam(captured)
-    least = min(memory.worst(captured.program("dp=4", plan, **ask)).total for plan in ("ddp", "fsdp", "dp: auto"))
+    least = min(peak_memory.peak_rank(captured.program("dp=4", plan, **ask)).total for plan in ("ddp", "fsdp", "dp: auto"))
     with pytest.raises(PlanError) as caught:
         captured.program("dp=4", "auto", **ask, memory_budget=1000)
     lines = str(caught.value).splitlines()
@@ -183,7 +183,7 @@ def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.Mo
 def test_more_microbatches_are_advised_where_they_would_do() -> None:
     captured = Captured(models.mlp(batch=64), train=True, double=False)
     ask = adam(captured)
-    found = memory.worst(captured.program("dp=2", "fsdp", **ask))
+    found = peak_memory.peak_rank(captured.program("dp=2", "fsdp", **ask))
     stays = sum(found.kept.values()) + found.peak.gradients
     with pytest.raises(NothingFits) as caught:
         captured.program("dp=2", "auto", **ask, memory_budget=stays + (found.total - stays) // 3)

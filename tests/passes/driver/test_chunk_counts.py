@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.passes.driver import within_budget
 from meshc.passes.driver.chunk_counts import ChunkTrial, may_fit
@@ -47,7 +47,7 @@ def step(plan: str = "", mesh: str = "dp=2", words: int = 1024, microbatches: in
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def seconds(program: meshc.Program) -> float:
@@ -98,7 +98,7 @@ def test_chunks_of_what_is_not_too_much_are_not_tried(monkeypatch: pytest.Monkey
         return in_rounds(placed, request, budget, lower)
 
     monkeypatch.setattr(within_budget, "_lower_in_rounds", noted)
-    kept = sum(memory.worst(step(words=128, remat="none").compiled).kept.values())
+    kept = sum(peak_memory.peak_rank(step(words=128, remat="none").compiled).kept.values())
     asked.clear()
     with pytest.raises(PlanError, match="a rank may hold"):
         step(words=128, memory_budget=kept // 2)
@@ -128,7 +128,7 @@ def test_over_a_pipeline_the_last_stage_runs_in_chunks() -> None:
     """Its gradients add up chunk by chunk, and then microbatch by microbatch: there is one sum of each, and not one for each chunk."""
     options = {"mesh": "pp=2", "microbatches": 4, "schedule": "1f1b", "pp_splits": ["layers.2"], "words": 2048}
     plain, chunked = step(remat="none", **options), step("chunk head: 8", remat="none", **options)
-    last = [memory.by_rank(program.compiled)[1] for program in (plain, chunked)]
+    last = [peak_memory.by_rank(program.compiled)[1] for program in (plain, chunked)]
     assert last[0].total - last[1].total > 7 / 8 * 2 * (256 * 2048 * 4)  # of two values like a microbatch's logits an eighth at a time
     assert last[0].peak.gradients == last[1].peak.gradients
     budget = (last[0].total + last[1].total) // 2

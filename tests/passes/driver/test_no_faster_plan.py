@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.passes.driver.no_faster_plan import BY_ESTIMATE, BY_MODEL, BY_STAGES, MARGIN, NoFasterPlan
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 from tests import models
 from tests.captured import Captured
 from tests.passes.driver.test_choose import adam

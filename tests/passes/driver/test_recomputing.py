@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from tests.broad import broad
 from tests.models import Case, llama, nanogpt
@@ -40,9 +40,9 @@ def seconds_of(program: meshc.Program) -> float:
 )  # fmt: skip
 def test_what_fits_only_by_recomputing_values_is_found_and_has_a_text(make: Callable[[], Case], mesh: str, share: float) -> None:
     """A plan of its text gives the same program."""
-    budget = int(share * memory.worst(step_of(make(), mesh, "auto", None).compiled).total)
+    budget = int(share * peak_memory.peak_rank(step_of(make(), mesh, "auto", None).compiled).total)
     program = step_of(make(), mesh, "auto", budget)
-    assert memory.worst(program.compiled).total <= budget
+    assert peak_memory.peak_rank(program.compiled).total <= budget
     assert any(note.startswith("memory: ") for note in program.compiled.notes)
     assert str(step_of(make(), mesh, str(program.plan), budget)) == str(program)
     meshc.verify(program, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_what_fits_only_by_recomputing_values_is_found_and_has_a_text(make: Call
 @pytest.mark.broad
 def test_nothing_that_keeps_everything_holds_so_little() -> None:
     """As `what_fits_only_by_making_values_again` says of the first of its budgets."""
-    whole = memory.worst(step_of(deep(), "dp=2", "auto", None).compiled).total
+    whole = peak_memory.peak_rank(step_of(deep(), "dp=2", "auto", None).compiled).total
     with pytest.raises(PlanError, match="keeps a rank within"):
         step_of(deep(), "dp=2", "auto", int(0.55 * whole), remat="none")
 
@@ -60,7 +60,7 @@ def test_nothing_that_keeps_everything_holds_so_little() -> None:
 def test_what_is_found_is_never_slower_than_a_recipe_that_recomputes_values() -> None:
     """The clock knows what recomputing values takes, and estimates do not: by these alone no recipe is left out."""
     make, mesh = nanogpt, "dp=2,tp=2"
-    budget = int(0.5 * memory.worst(step_of(make(), mesh, "auto", None).compiled).total)
+    budget = int(0.5 * peak_memory.peak_rank(step_of(make(), mesh, "auto", None).compiled).total)
     taken = seconds_of(step_of(make(), mesh, "auto", budget))
     others = list[float]()
     for recipe in ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "fsdp+megatron", "fsdp+megatron_sp"):

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 import meshc
 from meshc import rules
-from meshc.check.program import check_program
+from meshc.check.consistency import check_program
 from meshc.ir.regions import region_of
 from meshc.ir.used_rows_dims import dim_of, of_used_rows
 from meshc.passes.lower.compact_expert_rows import compact_graph
@@ -19,7 +19,7 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 from tests.broad import broad
 from tests.passes.trace.test_expert_groups import case, program, trained
 from tests.zoo.experts import shallow

@@ -14,7 +14,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 import meshc
 from meshc import ir
-from meshc.cost.devices import Link, assumed, device
+from meshc.cost.devices import Link, assume_device, device
 from meshc.cost.links import payload, rows_by_link
 from meshc.errors import PlanError
 from meshc.ir import spmd
@@ -30,7 +30,7 @@ SLOW = Link(20e-6, 1e5)
 @contextmanager
 def nodes_of(ranks: int, between: Link = SLOW, inside: Link | None = None) -> Iterator[None]:
     cpu = device("cpu")
-    with assumed(replace(cpu, ranks_per_node=ranks, between_nodes=between, inside_node=inside or Link(1e-6, 1e11), memory_Bps=1e12)):
+    with assume_device(replace(cpu, ranks_per_node=ranks, between_nodes=between, inside_node=inside or Link(1e-6, 1e11), memory_Bps=1e12)):
         yield
 
 

@@ -18,14 +18,14 @@ from torch.fx import Node
 
 import meshc
 from meshc import artifact
-from meshc.cost import devices, work
+from meshc.cost import devices, divided_work
 from meshc.cost.flops import flops
 from meshc.cost.links import payload
 from meshc.ir import calls_of, spmd
 from meshc.passes.lower.divide_updates import divide
 from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 from tests.broad import broad
 from tests.optimizer.others import Orthogonal, Shampoo, Soap
 from tests.passes.stepped import around, changed
@@ -61,7 +61,7 @@ def compiled(build: Build, mesh: str, plan: str | None = None, layers: int = 4, 
     x, y = (torch.randn(8, width, generator=generator, dtype=torch.float64) for _ in range(2))
     parts = 2 if "pp" in mesh else 1
     step = meshc.TrainStep(model, optimizer=build(model.parameters()), loss=F.mse_loss, microbatches=parts)
-    with devices.assumed(device):
+    with devices.assume_device(device):
         return meshc.compile(step, meshc.Mesh(mesh), args=(x,), kwargs={"target": y}, plan=plan)
 
 
@@ -100,7 +100,7 @@ class Gram(torch.optim.Optimizer):
 def change(mesh: str, model: nn.Module) -> str:
     """Lines of a step that the pass takes away, and those that it writes."""
     step = meshc.TrainStep(model, optimizer=Gram(model.parameters()), loss=F.mse_loss)
-    with devices.assumed(NEAR):
+    with devices.assume_device(NEAR):
         return changed(*around("divide_updates", step, mesh, x=torch.zeros(4, 6), target=torch.zeros(4, 6)))
 
 
@@ -246,7 +246,7 @@ def test_matrices_whose_dims_have_names_of_their_own(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(9, 9, bias=False) for _ in range(4))).double()
     step = meshc.TrainStep(model, optimizer=Orthogonal(model.parameters()), loss=F.mse_loss)
     x, y = (torch.randn(8, 9, dtype=torch.float64) for _ in range(2))
-    with devices.assumed(NEAR):
+    with devices.assume_device(NEAR):
         program = meshc.compile(step, meshc.Mesh("dp_shard=2"), args=(x,), kwargs={"target": y})
     assert re.search(r'stack\w*: "f64\[2, 5, 9\]" = aten.stack', str(program)) and "4 of 4 computations" in note_of(program)
     report = meshc.verify(program, dtype=torch.float64)
@@ -292,8 +292,8 @@ def test_whole_matrices_are_chosen_from_and_results_gathered() -> None:
 
 
 def test_the_account_of_work_knows_what_is_divided() -> None:
-    rows = [row for row in work.of(compiled(Orthogonal, "dp_shard=2", layers=3).compiled) or [] if row.phase == "update"]
-    split = sum(row.flops for row in rows if row.by_axis == {"dp_shard": work.SPLIT})
+    rows = [row for row in divided_work.work_rows(compiled(Orthogonal, "dp_shard=2", layers=3).compiled) or [] if row.phase == "update"]
+    split = sum(row.flops for row in rows if row.by_axis == {"dp_shard": divided_work.SPLIT})
     total = sum(row.flops for row in rows)
     assert total == pytest.approx(6 * of_newton_schulz(8, 6)) and split == pytest.approx(4 * of_newton_schulz(8, 6))
 

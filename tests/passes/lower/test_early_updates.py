@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.ir.regions import blocks
 from meshc.passes.lower.fuse_updates import fuse_stage_updates
@@ -97,7 +97,7 @@ def test_what_is_updated_is_read_no_more() -> None:
 
 
 def test_not_all_gradients_are_there_at_once() -> None:
-    early, clipped = (memory.worst(compiled(clip=clip).compiled).peak.gradients for clip in (None, 1e9))
+    early, clipped = (peak_memory.peak_rank(compiled(clip=clip).compiled).peak.gradients for clip in (None, 1e9))
     assert clipped == LAYERS * WEIGHT and early < 3.01 * BUCKET * WEIGHT
 
 
@@ -125,7 +125,7 @@ def test_a_region_ends_where_a_bucket_does() -> None:
     for (update, after), start, ahead in zip(pairwise(updates(graph)), starts[1:-1], starts[2:], strict=True):
         assert any(order[start] < order[last] < order[ahead] for last in regions)
         assert order[ahead] < order[update] and any(order[update] < order[last] < order[after] for last in regions)
-    assert memory.worst(program.compiled).peak.gradients < 3.01 * BUCKET * WEIGHT
+    assert peak_memory.peak_rank(program.compiled).peak.gradients < 3.01 * BUCKET * WEIGHT
 
 
 @pytest.mark.broad

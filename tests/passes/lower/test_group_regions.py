@@ -20,7 +20,7 @@ from meshc.passes.lower.schedule_collectives import schedule_stage
 from meshc.program.packing import is_view
 from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage, side_table
+from meshc.text.printer import print_stage, side_table
 from tests import models
 from tests.broad import broad
 from tests.passes.stepped import around, body, changed

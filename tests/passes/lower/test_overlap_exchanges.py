@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from meshc.passes.lower.overlap_exchanges import overlap_graph
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 
 
 def after(text: str, sink: bool = True) -> str:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from meshc.check.shared import faults
+from meshc.check.storage_sharing import faults
 from meshc.errors import ArtifactError
 from meshc.passes.lower.share_memory import share_stage_memory
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 
 TEXT = """def main(
     x: "f32[4, 4]" = "input:x",

@@ -16,7 +16,7 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
-from meshc.text.show import hash_program, print_stage
+from meshc.text.printer import hash_program, print_stage
 from tests.broad import broad
 from tests.models import FLOAT32_INSIDE, Case, llama, nanogpt
 from tests.two_outputs import two_outputs

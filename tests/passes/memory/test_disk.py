@@ -14,7 +14,7 @@ from torch import nn
 
 import meshc
 from meshc import artifact
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import Link
 from meshc.cost.links import copy_seconds, host_copy_seconds
 from meshc.errors import ArtifactError, PlanError, StateError
@@ -22,7 +22,7 @@ from meshc.ir import record, spmd
 from meshc.plan.plan import Plan
 from meshc.runtime.comm import disk
 from meshc.text.parse import parse_one_type
-from meshc.text.show import hash_program, print_type
+from meshc.text.printer import hash_program, print_type
 from tests.cost.building import ROUND
 from tests.models import nanogpt
 from tests.passes.memory.test_offload_state import Deep, around_without_numbers, momentum, step_of
@@ -70,7 +70,7 @@ def deep(plan: str | None) -> meshc.Program:
 
 def test_bytes_are_counted_apart_and_the_copies_are_those_of_the_host() -> None:
     on_disk, on_host, plain = map(deep, ("offload state: disk", "offload state", None))
-    one, other, whole = (memory.worst(program.compiled) for program in (on_disk, on_host, plain))
+    one, other, whole = (peak_memory.peak_rank(program.compiled) for program in (on_disk, on_host, plain))
     moments = 2 * 12 * 512 * 512 * 4
     assert (one.disk, one.host) == (moments, 0) and (other.disk, other.host) == (0, moments) and one.peak == other.peak
     assert one.kept == other.kept and whole.kept["state"] - one.kept["state"] == moments
@@ -94,7 +94,7 @@ def test_a_saved_program_says_so(tmp_path: Path) -> None:
     program = deep("offload state: disk")
     program.save(tmp_path / "saved.meshc", weights=False)
     found = artifact.load(tmp_path / "saved.meshc")
-    assert hash_program(found) == hash_program(program.compiled) and memory.worst(found).disk == memory.worst(program.compiled).disk
+    assert hash_program(found) == hash_program(program.compiled) and peak_memory.peak_rank(found).disk == peak_memory.peak_rank(program.compiled).disk
     text = "f32[8, 4] disk"
     read = parse_one_type(text)
     assert (read.host, read.disk) == (True, True) and print_type(read) == text

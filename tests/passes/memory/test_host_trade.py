@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.cost import memory
-from meshc.cost.devices import Link, assumed, device, for_mesh
-from meshc.cost.program import program_seconds
+from meshc.cost import peak_memory
+from meshc.cost.devices import Link, assume_device, device, for_mesh
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.passes.memory.recompute_within_budget import BY_BUDGET_THERE
@@ -31,8 +31,8 @@ def step_of(case: Case, mesh: str, plan: str | None = None, microbatches: int = 
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan, options=meshc.Options(**asked))  # type: ignore[arg-type]
 
 
-def held(program: meshc.Program) -> memory.RankBytes:
-    return memory.worst(program.compiled)
+def held(program: meshc.Program) -> peak_memory.RankBytes:
+    return peak_memory.peak_rank(program.compiled)
 
 
 def first_refused(make: Callable[..., Case], mesh: str, plan: str | None, microbatches: int) -> int:
@@ -121,7 +121,7 @@ def test_where_copies_would_be_waited_for_nothing_is_slower_than_without() -> No
 
 def test_values_lie_there_where_that_is_faster() -> None:
     few, room = budget(), 64 * 1024 * MEBI
-    with assumed(FAST):
+    with assume_device(FAST):
         fast, alone = wide(few, room), wide(few, None)
         assert there(fast) and held(fast).total <= few and held(fast).host <= room
         assert seconds(fast) < seconds(alone)
@@ -129,14 +129,14 @@ def test_values_lie_there_where_that_is_faster() -> None:
 
 
 def test_no_more_lies_there_than_has_room() -> None:
-    with assumed(FAST):
+    with assume_device(FAST):
         few = wide(budget(), 1100 * MEBI)
     assert 0 < sum(there(few)) <= 1100 * MEBI
 
 
 @pytest.mark.broad
 def test_of_values_that_are_alike_the_same_lie_there_whenever_it_is_compiled() -> None:
-    with assumed(FAST):
+    with assume_device(FAST):
         texts = {str(wide(4984 * MEBI, 1100 * MEBI)) for _ in range(4)}
     assert len(texts) == 1
 

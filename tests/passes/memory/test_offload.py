@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact, rules
-from meshc.cost import memory
-from meshc.cost.devices import assumed, device
+from meshc.cost import peak_memory
+from meshc.cost.devices import assume_device, device
 from meshc.cost.links import copy_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.roofline import seconds
 from meshc.errors import PlanError
 from meshc.ir import local_bytes, record, spmd
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
 from tests.passes.memory.test_offload_state import step_of
@@ -91,8 +91,8 @@ def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, lines: 
     program = step_of(make(), mesh, lines, microbatches)
     assert {"gradient", "parameter after step 2"} <= {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert offloaded(program)
-    plain = memory.worst(step_of(make(), mesh, None, microbatches).compiled)
-    assert memory.worst(program.compiled).total <= plain.total
+    plain = peak_memory.peak_rank(step_of(make(), mesh, None, microbatches).compiled)
+    assert peak_memory.peak_rank(program.compiled).total <= plain.total
 
 
 class Stack(nn.Module):
@@ -113,7 +113,7 @@ def test_what_layers_keep_is_not_there_between_forward_and_backward(backend: str
     """Of eight values of 1 MiB no more than four are on the device: the one that is read, and those that travel beside it."""
     x = torch.zeros(4096, 64)
     held, whole = (
-        memory.worst(meshc.compile(Stack(), meshc.Mesh("dp=1"), args=(x,), plan=plan, backend=backend).compiled)
+        peak_memory.peak_rank(meshc.compile(Stack(), meshc.Mesh("dp=1"), args=(x,), plan=plan, backend=backend).compiled)
         for plan in ("offload layers.*", None)
     )
     mebi = 1024 * 1024
@@ -141,7 +141,7 @@ def test_on_a_device_with_a_link_what_could_not_be_back_in_time_stays() -> None:
     model = Gated()
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=F.mse_loss)
     ask = {"args": (torch.zeros(4, 3),), "kwargs": {"target": torch.zeros(4, 3)}}
-    with assumed(device("h100")), pytest.warns(UserWarning, match="are not hidden behind"):
+    with assume_device(device("h100")), pytest.warns(UserWarning, match="are not hidden behind"):
         program = meshc.compile(step, meshc.Mesh("dp=2"), plan="offload *\noffload state", **ask)
     stay, waits = (note for note in program.compiled.notes if note.startswith("offload:"))
     assert stay.startswith("offload: 1 of 2 values stay on the device, 24 bytes: backward reads them before they could be there and back")
@@ -159,6 +159,6 @@ def test_a_saved_program_says_what_lies_on_the_host(tmp_path: Path) -> None:
     again = artifact.load(tmp_path / "program", rules=rules)
     assert hash_program(again) == hash_program(program.compiled)
     assert {port.of for port in again.inputs if port.host} == {"up.weight", "down.weight"}
-    assert memory.worst(again) == memory.worst(program.compiled)
+    assert peak_memory.peak_rank(again) == peak_memory.peak_rank(program.compiled)
     table = program.summary()
     assert "copies between device and host in one call" in table and "on the host, beside that" in table

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import record, spmd
 from tests.broad import broad
@@ -71,7 +71,7 @@ def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, lines: 
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
     compiled, plain = program.compiled, step_of(make(), mesh, None, microbatches).compiled
-    for found, whole in zip(memory.by_rank(compiled), memory.by_rank(plain), strict=True):
+    for found, whole in zip(peak_memory.by_rank(compiled), peak_memory.by_rank(plain), strict=True):
         assert found.kept.get("parameter", 0) < whole.kept["parameter"] <= found.kept.get("parameter", 0) + found.host
 
 
@@ -92,6 +92,6 @@ def test_parameters_come_ahead_of_their_layer_and_are_gone_behind_it(mesh: str, 
     read = [min(place[user] for user in node.users) for node in fetches]
     assert all(place[node] < reader for node, reader in zip(fetches, read, strict=True))
     assert place[fetches[6]] > place[products[0]] and place[fetches[1]] < place[products[0]]
-    held, whole = memory.worst(one.compiled), memory.worst(plain.compiled)
+    held, whole = peak_memory.peak_rank(one.compiled), peak_memory.peak_rank(plain.compiled)
     assert "parameter" not in held.kept and held.host == whole.kept["parameter"]
     assert whole.total - held.total > 0.4 * held.host

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import record, spmd
 from tests.broad import broad
@@ -109,7 +109,7 @@ def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, microba
     compiled = program.compiled
     assert all(port.host == bool(port.shape) for port in compiled.inputs if port.kind == "state")
     plain = step_of(make(), mesh, None, microbatches).compiled
-    for found, whole in zip(memory.by_rank(compiled), memory.by_rank(plain), strict=True):
+    for found, whole in zip(peak_memory.by_rank(compiled), peak_memory.by_rank(plain), strict=True):
         moved = sum(whole.kept[kind] - found.kept[kind] for kind in ("state", "copy"))  # a copy in the layout of torch too
         assert found.host == moved > 0 and found.total <= whole.total
 
@@ -138,7 +138,7 @@ def test_state_comes_in_windows_of_which_the_next_is_on_its_way_while_one_is_upd
     # six layers' gradients in a bucket: the next window is on its way while one is updated, but for the last
     assert letters == "ffff" + "Uttff" * 10 + "UttUtt"
     assert all(record(node).phase == "update" for node in order)
-    held, whole = memory.worst(one.compiled), memory.worst(plain.compiled)
+    held, whole = peak_memory.peak_rank(one.compiled), peak_memory.peak_rank(plain.compiled)
     mebi = 1024 * 1024
     assert held.host == 24 * mebi and held.kept["state"] == 12 * 4
     there = 2 * 2 * mebi + 3 * mebi  # two windows, and what is on its way back: an eighth of all at most

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.ir import calls, op_name, records, spmd
 from meshc.ir.regions import region_of
 
@@ -40,7 +40,7 @@ def recomputed(program: meshc.Program) -> list[str]:
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def test_much_memory_for_few_seconds_is_recomputed() -> None:
@@ -91,7 +91,7 @@ def test_an_exchange_is_recomputed_for_its_bytes() -> None:
     for remat in ("none", None):
         asked = meshc.Options(remat=remat)
         program = meshc.compile(step, meshc.Mesh("cp=4"), kwargs=inputs, plan="cp: heads@attention > seq", options=asked)
-        held[remat] = memory.worst(program.compiled).total
+        held[remat] = peak_memory.peak_rank(program.compiled).total
     exchanged = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if node.target is spmd.all_to_all]
     assert sum(records(node)[0].again for node in exchanged) == 1
     assert held[None] < held["none"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import calls, op_name, record
 from tests.broad import broad
@@ -25,7 +25,7 @@ def step_of(case: Case, mesh: str, budget: int | None, microbatches: int = 1, pl
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def copies(program: meshc.Program) -> list[Node]:

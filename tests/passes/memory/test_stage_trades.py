@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import calls, op_name
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
@@ -41,9 +41,9 @@ def taken(program: meshc.Program) -> PipelineCandidate:
     ids=lambda value: getattr(value, "func", value).__name__ if callable(value) else str(value),
 )  # fmt: skip
 def test_a_budget_is_kept_and_a_step_means_what_it_means(make: Callable[..., Case], mesh: str, schedule: str | None, share: float) -> None:
-    budget = int(share * memory.worst(step_of(make(batch=16), mesh, None, schedule).compiled).total)
+    budget = int(share * peak_memory.peak_rank(step_of(make(batch=16), mesh, None, schedule).compiled).total)
     program = step_of(make(batch=16), mesh, budget, schedule)
-    assert memory.worst(program.compiled).total <= budget and taken(program).again > 0
+    assert peak_memory.peak_rank(program.compiled).total <= budget and taken(program).again > 0
     assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in meshc.verify(program, dtype=torch.float64).rows}
 
 
@@ -66,12 +66,12 @@ def copies(program: meshc.Program, stage: int) -> int:
 def test_the_rank_that_has_more_in_flight_recomputes_more() -> None:
     """Rank 0 has two microbatches between forward and backward, rank 1 one; so rank 1 recomputes nothing where rank 0 must."""
     plain = deep(None)
-    first, second = (one.total for one in memory.by_rank(plain.compiled))
+    first, second = (one.total for one in peak_memory.by_rank(plain.compiled))
     assert first > second and copies(plain, 0) == copies(plain, 1) == 0
     program = deep((first + second) // 2)
     assert copies(program, 0) > 0 and copies(program, 1) == 0
     lower = deep(first * 3 // 4)
-    assert copies(lower, 0) > copies(program, 0) and max(one.total for one in memory.by_rank(lower.compiled)) <= first * 3 // 4
+    assert copies(lower, 0) > copies(program, 0) and max(one.total for one in peak_memory.by_rank(lower.compiled)) <= first * 3 // 4
     meshc.verify(lower)
     with pytest.raises(PlanError, match="a rank of the pipeline may hold 20,000 bytes"):
         deep(20000)
@@ -79,4 +79,4 @@ def test_the_rank_that_has_more_in_flight_recomputes_more() -> None:
 
 def test_what_fits_recomputes_nothing() -> None:
     plain = deep(None)
-    assert str(deep(memory.worst(plain.compiled).total)) == str(plain)
+    assert str(deep(peak_memory.peak_rank(plain.compiled).total)) == str(plain)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.runtime.simulator.simulation import simulate
-from meshc.text import parse, show
+from meshc.text import parse, printer
 
 VOCABULARY, WIDTH, BATCH, SEQ = 32, 8, 4, 6
 
@@ -74,8 +74,8 @@ def test_the_check_can_be_left_out() -> None:
 
 def test_checks_are_part_of_the_text() -> None:
     for stage in step("dp=2", microbatches=2).compiled.stages.values():
-        printed = show.print_stage(stage, comments=False)
-        assert show.print_stage(parse.parse_stage(printed), comments=False) == printed
+        printed = printer.print_stage(stage, comments=False)
+        assert printer.print_stage(parse.parse_stage(printed), comments=False) == printed
 
 
 

@@ -30,7 +30,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.brute_force import check_record
-from meshc.testing.tiles import assemble, tiles
+from meshc.testing.rank_tiles import assemble, tiles
 from tests.broad import broad
 from tests.graphs import trace
 from tests.passes.place.test_factorize import LSTM, MIXTURE, fused_by_split, fused_by_view, lstm, mixture

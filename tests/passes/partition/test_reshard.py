@@ -18,7 +18,7 @@ from meshc.passes.partition.reshard import apply, cost, merge, reshard, steps
 from meshc.program.program import Stage
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.brute_force import check_record
-from meshc.testing.tiles import assemble, tiles
+from meshc.testing.rank_tiles import assemble, tiles
 
 MESHES = [Mesh("a=2"), Mesh("a=3"), Mesh("a=4"), Mesh("a=2,b=3"), Mesh("a=4,b=2"), Mesh("a=2,b=3,c=2")]
 SIZES = {"a": 2, "b": 3, "c": 4}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost import work
+from meshc.cost import divided_work
 
 
 class Net(nn.Module):
@@ -30,7 +30,7 @@ def compiled(plan: str | None = None) -> meshc.Program:
 
 
 def split(program: meshc.Program) -> dict[str, str]:
-    return {row.module: row.by_axis["tp"] for row in work.of(program.compiled) or []}
+    return {row.module: row.by_axis["tp"] for row in divided_work.work_rows(program.compiled) or []}
 
 
 def lies(program: meshc.Program, name: str) -> list[list[tuple[str, ...]]]:

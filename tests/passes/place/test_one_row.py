@@ -13,8 +13,8 @@ from torch.export import Dim
 
 import meshc
 from meshc import artifact
-from meshc.cost import work
-from meshc.text import show
+from meshc.cost import divided_work
+from meshc.text import printer
 
 ROW = torch.randn(1, 8, generator=torch.Generator().manual_seed(3))
 
@@ -39,14 +39,16 @@ class Rows(nn.Module):
 def test_a_batch_of_one_has_a_factor_and_a_tile_on_every_rank(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"axis dp has 2 ranks, more than anything it could split \(batch 1\): 1 of them hold nothing but"):
         program = inferred(Rows(lambda self, x: x @ self.weight))
-    lines = [line for line in show.print_program(program.compiled, comments=False).splitlines() if " = " in line]
+    lines = [line for line in printer.print_program(program.compiled, comments=False).splitlines() if " = " in line]
     assert '    shard: "f32[batch 1/dp, weight.0 8] pad(zero: 0.0)" = shard(x, 0, 2, coordinate)' in lines
     assert '    mm_default: "f32[batch 1/dp, weight.1 4]" = aten.mm(shard, weight)' in lines
     assert "n_batch" not in str(program) and program.compiled is program.general
-    assert [row.flops for row in work.of(program.compiled) or []] == [2.0 * 1 * 8 * 4]
+    assert [row.flops for row in divided_work.work_rows(program.compiled) or []] == [2.0 * 1 * 8 * 4]
     assert meshc.verify(program).ok
     program.save(tmp_path / "row.meshc")
-    assert show.print_program(artifact.load(tmp_path / "row.meshc"), comments=False) == show.print_program(program.compiled, comments=False)
+    assert printer.print_program(artifact.load(tmp_path / "row.meshc"), comments=False) == printer.print_program(
+        program.compiled, comments=False
+    )
 
 
 def test_an_axis_that_is_too_large_is_warned_of_once_for_all_sizes() -> None:
@@ -63,10 +65,10 @@ def test_an_axis_that_is_too_large_is_warned_of_once_for_all_sizes() -> None:
 def test_axes_that_have_something_else_to_split_leave_the_row_alone() -> None:
     """Under `batch > features` an axis splits features, as it does where the batch has no factor at all."""
     model = Rows(lambda self, x: x @ self.weight)
-    alone = show.print_program(inferred(model, "dp=2", "dp: batch > features").compiled)
+    alone = printer.print_program(inferred(model, "dp=2", "dp: batch > features").compiled)
     assert "batch 1/dp" not in alone and "weight.0 8/dp" in alone or "weight.1 4/dp" in alone
     with pytest.warns(UserWarning, match="axis dp has 2 ranks"):
-        beside = show.print_program(inferred(model, "dp=2,x=2", "dp: batch\nx: batch > features").compiled)
+        beside = printer.print_program(inferred(model, "dp=2,x=2", "dp: batch\nx: batch > features").compiled)
     assert "batch 1/dp" in beside and "batch 1/dp/x" not in beside and ("weight.1 4/x" in beside or "weight.0 8/x" in beside)
 
 

@@ -21,7 +21,7 @@ from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
-from meshc.testing.tiles import assemble, tiles
+from meshc.testing.rank_tiles import assemble, tiles
 from tests.graphs import trace
 
 aten = torch.ops.aten

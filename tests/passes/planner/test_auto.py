@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.plan.recipes import resolve
-from meshc.text.show import print_program
+from meshc.text.printer import print_program
 from tests import models
 from tests.broad import broad
 from tests.captured import Captured
@@ -71,9 +71,9 @@ def test_the_program_keeps_the_budget_by_its_own_walk() -> None:
     captured = Captured(models.mlp(width=400), train=True, double=False)
     ask = dict(optimizer=describe(adam(captured.reference.module.parameters())))
     free = captured.program("dp=4", "dp: auto", **ask)
-    budget = int(0.97 * memory.worst(free).total)
+    budget = int(0.97 * peak_memory.peak_rank(free).total)
     tight = captured.program("dp=4", "dp: auto", **ask, memory_budget=budget)
-    assert memory.worst(tight).total <= budget < memory.worst(free).total
+    assert peak_memory.peak_rank(tight).total <= budget < peak_memory.peak_rank(free).total
     with pytest.raises(PlanError, match="no plan for dp keeps a rank within 1,000 bytes") as caught:
         captured.program("dp=4", "dp: auto", **ask, memory_budget=1000)
     assert "what to do: Options(memory_budget=" in str(caught.value)

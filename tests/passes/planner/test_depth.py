@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.cost.devices import device
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
@@ -69,7 +69,7 @@ def test_what_is_found_at_depth_compiles_at_depth(mesh: str, plan: str, monkeypa
 @pytest.mark.broad
 @pytest.mark.parametrize("share", [0.97, 0.85])
 def test_so_does_what_is_found_within_a_budget(share: float) -> None:
-    budget = int(share * memory.worst(compiled("auto", mesh="dp=4").compiled).total)
+    budget = int(share * peak_memory.peak_rank(compiled("auto", mesh="dp=4").compiled).total)
     found = compiled("auto", mesh="dp=4", budget=budget)
     kept(found, compiled("auto", mesh="dp=4", plan=str(found.plan)))
 
@@ -130,10 +130,10 @@ def test_captured_names() -> None:
 @pytest.mark.broad
 def test_a_budget_is_kept_by_the_whole_model() -> None:
     whole = compiled("whole", mesh="dp=4")
-    budget = int(0.97 * memory.worst(whole.compiled).total)
+    budget = int(0.97 * peak_memory.peak_rank(whole.compiled).total)
     part = compiled("auto", mesh="dp=4", budget=budget)
     assert part.lowered.depth is not None
-    assert memory.worst(part.compiled).total <= budget < memory.worst(whole.compiled).total
+    assert peak_memory.peak_rank(part.compiled).total <= budget < peak_memory.peak_rank(whole.compiled).total
 
 
 @pytest.mark.parametrize(("name", "layers"), [broad("llama", 5), broad("llama", 12), broad("gpt2", 12)])

@@ -47,13 +47,13 @@ def test_charges_of_a_program_over_everything_are_messages_of_its_bound(seed: in
     weighed, ascent, most = stalled(seed)
     relaxed = ProgramColumns(weighed.model, weighed.memory, ascent.left).solve_relaxation()
     assert relaxed is not None
-    assert ascent.bound <= most + CLOSE
-    assert guide_messages(ascent, relaxed.charges).bound == pytest.approx(most, abs=CLOSE)
+    assert ascent.lower_bound <= most + CLOSE
+    assert guide_messages(ascent, relaxed.charges).lower_bound == pytest.approx(most, abs=CLOSE)
 
 
 def test_sweeps_alone_stall_below_it() -> None:
     """Or else there would be nothing to lead."""
-    gaps = [most - ascent.bound for _, ascent, most in map(stalled, range(20))]
+    gaps = [most - ascent.lower_bound for _, ascent, most in map(stalled, range(20))]
     assert sum(gap > 0.1 * MILLI for gap in gaps) >= 3
 
 
@@ -64,11 +64,11 @@ def test_messages_that_are_taken_back_leave_what_there_was_before_any(seed: int)
     fresh = DualAscent(Lagrangian(model, memory), everything(model))
     swept = DualAscent(Lagrangian(model, memory), everything(model))
     swept.sweep()
-    bound, charged = swept.bound, charges(swept)
+    bound, charged = swept.lower_bound, charges(swept)
     silent = swept.without_messages()
     for ascent in (fresh, silent):
         ascent.sweep()
-    assert silent.bound == fresh.bound == bound == swept.bound
+    assert silent.lower_bound == fresh.lower_bound == bound == swept.lower_bound
     again = charges(silent)
     assert all((one.maker == again[key].maker).all() and (one.reader == again[key].reader).all() for key, one in charged.items())
 
@@ -91,9 +91,9 @@ def test_whatever_a_leg_charges_the_bound_is_one(seed: int) -> None:
     for number, common in led.common.items():
         price = model.groups[number].legs[0].price[led.edges[[edge.group for edge in led.edges].index(number)].maker.forms]
         assert all((taken <= price + CLOSE).all() for taken in common.taken.values())
-    assert led.bound <= least + CLOSE
+    assert led.lower_bound <= least + CLOSE
     led.sweep(least + CLOSE)
-    assert led.bound <= least + CLOSE
+    assert led.lower_bound <= least + CLOSE
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -102,7 +102,7 @@ def test_what_charges_itself_stays_as_it_is(seed: int) -> None:
     ascent = DualAscent(Lagrangian(model, memory), everything(model))
     for _ in range(3):
         ascent.sweep()
-    assert guide_messages(ascent, charges(ascent)).bound == pytest.approx(ascent.bound, abs=CLOSE)
+    assert guide_messages(ascent, charges(ascent)).lower_bound == pytest.approx(ascent.lower_bound, abs=CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -111,7 +111,7 @@ def test_charges_are_no_farther_than_they_may_be(seed: int) -> None:
     ascent = DualAscent(Lagrangian(model, memory), everything(model))
     ascent.sweep()
     known: list[set[int]] = [{0} for _ in ascent.left]
-    (far, _), (near, _) = (columns_of(ascent, ascent.bound + MILLI, known, most=3, reach=reach) for reach in (np.inf, 0.25))
+    (far, _), (near, _) = (columns_of(ascent, ascent.lower_bound + MILLI, known, most=3, reach=reach) for reach in (np.inf, 0.25))
     wide, close = far.solve_relaxation(), near.solve_relaxation()
     assert wide is not None and close is not None and close.bound <= wide.bound + CLOSE
     now = charges(ascent)

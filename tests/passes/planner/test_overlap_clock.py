@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshc.cost.devices import assumed, device
-from meshc.cost.program import program_seconds
+from meshc.cost.devices import assume_device, device
+from meshc.cost.program_clock import program_seconds
 from meshc.passes import pipeline
 from meshc.passes.driver import compile_program
 from meshc.passes.pass_runner import run_pass
@@ -66,7 +66,7 @@ def test_it_is_near_the_clock_of_the_program(plan: str) -> None:
     on = device("h100")
     given = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
     given = given.restart_for_request(replace(given.request, plan=plan))
-    with assumed(on):
+    with assume_device(on):
         search = PlanSearch(run_pass(pipeline.PLACE[0], given), on, ())
         clock_s = program_seconds(compile_program._lower_or_unchunk(given, None).as_program(), on).total
     assert overlapped_seconds(search.plain, search.find_choices()[0].pick) == pytest.approx(clock_s, rel=0.1)

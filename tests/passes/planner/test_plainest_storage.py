@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshc.cost.devices import named
+from meshc.cost.devices import find_device
 from meshc.passes.planner.plan_search import PlanSearch, plainest
 from meshc.passes.planner.search_space import Key
 from tests.passes.planner.known import two
 
 
 def test_of_storage_that_costs_the_same_the_plainest_is_taken() -> None:
-    search = PlanSearch(two(65536, 2048, 8192, "dp=2,tp=2", "dp: auto\ntp: auto"), named("h100"))
+    search = PlanSearch(two(65536, 2048, 8192, "dp=2,tp=2", "dp: auto\ntp: auto"), find_device("h100"))
     model, pick = search.model, search.find_choices()[0].pick
     key: Key = ("state", "down.weight")
     number = search.folded.of[key]

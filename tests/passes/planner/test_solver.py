@@ -53,17 +53,17 @@ def test_no_sweep_drops_an_option_of_a_best_choice_or_bounds_more_than_it(seed: 
     least = best(model)
     (first, *_) = [pick for pick in choices(model) if model.seconds(pick) <= least + CLOSE]
     ascent = DualAscent(Lagrangian(model, memory), everything(model))
-    bound = ascent.bound
+    bound = ascent.lower_bound
     for _ in range(6):
         ascent.sweep(known=least + CLOSE)
-        assert bound - CLOSE <= ascent.bound <= least + CLOSE
-        bound = ascent.bound
+        assert bound - CLOSE <= ascent.lower_bound <= least + CLOSE
+        bound = ascent.lower_bound
     assert all(keep[option] for keep, option in zip(ascent.keep, first, strict=True))
     for (group, leg), beyond in ascent.pairs().items():
         edge = next(edge for edge in ascent.edges if (edge.group, edge.leg) == (group, leg))
         a = int(np.searchsorted(edge.maker.forms, model.groups[group].given[first[edge.maker.number]]))
         b = int(np.searchsorted(edge.reader.forms, model.groups[group].legs[leg].forms[first[edge.reader.number]]))
-        assert ascent.bound + beyond[a, b] <= least + CLOSE
+        assert ascent.lower_bound + beyond[a, b] <= least + CLOSE
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -174,8 +174,8 @@ def test_a_price_of_memory_gives_a_bound_within_the_budget(seed: int) -> None:
     ascent = DualAscent(weighed, everything(model))
     for _ in range(6):
         ascent.sweep()
-    assert ascent.bound - weighed.budget_charge(budget) <= least + CLOSE
-    assert ascent.bound <= min(weighed.seconds(pick) for pick in choices(model)) + CLOSE
+    assert ascent.lower_bound - weighed.budget_charge(budget) <= least + CLOSE
+    assert ascent.lower_bound <= min(weighed.seconds(pick) for pick in choices(model)) + CLOSE
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -238,7 +238,7 @@ search = PlanSearch(two(2048, 1024, 4096, "dp=2,tp=4", "dp: auto\\ntp: auto"), d
 (free,) = search.find_choices()
 print(free.pick, free.certificate, [(one.pick, one.certificate) for one in search.find_choices(0.8 * free.certificate.held)])
 
-from meshc.text.show import hash_program
+from meshc.text.printer import hash_program
 from tests.passes.depth.stacks import Stack, compiled
 program = compiled(Stack([16] * 6), "dp=2,tp=2", plan="auto", clip_grad_norm=1.0)
 print(program.plan, program.compiled.notes, hash_program(program.compiled))

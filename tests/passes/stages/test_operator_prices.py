@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.cost.predict import costs_of
+from meshc.cost.pipeline_costs import costs_of
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.stages import cut_stages
 from meshc.passes.stages.cut_stages import UncutProgram

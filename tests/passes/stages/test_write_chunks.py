@@ -13,7 +13,7 @@ from torch.fx import Node
 
 import meshc
 from meshc import artifact, rules
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import op_name, record
 from meshc.ir.regions import region_of
@@ -75,7 +75,7 @@ def tallest(program: meshc.Program, words: int = 200) -> int:
 
 
 def held(program: meshc.Program) -> int:
-    return memory.worst(program.compiled).total
+    return peak_memory.peak_rank(program.compiled).total
 
 
 def said(program: meshc.Program) -> list[str]:

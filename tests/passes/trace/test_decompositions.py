@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import meshc
-from meshc.cost import work
+from meshc.cost import divided_work
 from meshc.passes.trace.decompositions import convolution_backward, native_group_norm, var_mean, weight_norm, weight_norm_backward
 
 ROWS = [((5, 7), [1], 1.0), ((5, 1), [1], 0.0), ((5, 1), [1], 1.0), ((4, 3), [0, 1], 0.0), ((2,), [0], 2.0)]
@@ -66,7 +66,7 @@ def test_a_weight_norm_splits() -> None:
     program = meshc.compile(step, meshc.Mesh("tp=3"), args=(torch.randn(2, 4, 9),), kwargs={"target": torch.randn(2, 4, 5)})
     assert meshc.verify(program).ok
     assert not any("has no rule" in note for note in program.compiled.notes)
-    assert all(row.by_axis["tp"] == work.SPLIT for row in work.of(program.compiled) or [])
+    assert all(row.by_axis["tp"] == divided_work.SPLIT for row in divided_work.work_rows(program.compiled) or [])
 
 
 class Norm(torch.nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshc
 from meshc.ops.expert_groups import from_groups, group_choices, to_groups
-from meshc.plan.expert_groups import groups_of
+from meshc.plan.expert_group_counts import groups_of
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report import summary

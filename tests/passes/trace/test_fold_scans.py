@@ -85,5 +85,7 @@ def test_no_scan_gathers_a_split_dim(name: str) -> None:
     assert gathers and max(gathers) <= 2 * position
     both = {kind: (one * position, other * position) for kind, (one, other) in SENT[name].items()}
     assert traffic(program.compiled) == [Recurrence("", kind, ("cp",), 3, 0, bytes, bytes) for kind, bytes in both.items()]
-    kinds = re.findall(r"^ +the model +1 +(running [a-z-]+) +cp +3 +at once, joined", recurrences.told(program.compiled), re.MULTILINE)
+    kinds = re.findall(
+        r"^ +the model +1 +(running [a-z-]+) +cp +3 +at once, joined", recurrences.recurrence_table(program.compiled), re.MULTILINE
+    )
     assert kinds == list(both)

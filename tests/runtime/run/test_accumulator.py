@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc.cost import memory
+from meshc.cost import peak_memory
 from meshc.errors import StateError
 from meshc.ir import Record, set_record
 from meshc.ir.mesh import Mesh
@@ -130,5 +130,5 @@ def test_a_list_that_adds_otherwise_is_refused(schedule: tuple[Instruction, ...]
 
 def test_memory_of_a_later_microbatch_has_each_part_only_until_it_is_added() -> None:
     stage = stage_of(part__0="product", part__1="turned")
-    first, later = (memory.Walk(stage).peak({}, summed).peak.total for summed in (False, True))
+    first, later = (peak_memory.StageLiveness(stage).peak({}, summed).peak.total for summed in (False, True))
     assert (first, later) == (4 * 64, 2 * 64)  # product, whole, used and after; used and after

@@ -17,7 +17,7 @@ from meshc.pipelining.schedule import Action, Message, Recv, Send
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.recorder import _offset
-from tests.cost.test_memory import value
+from tests.cost.test_peak_memory import value
 from tests.models import mlp
 
 

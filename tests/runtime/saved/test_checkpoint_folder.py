@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshc.errors import ArtifactError, FileError, StateError
 from meshc.files import tensor_file
-from meshc.files.seal import sealed
+from meshc.files.seal import seal_text
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
@@ -128,13 +128,13 @@ def test_damage_is_found_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="rank_00001.safetensors is missing or not of 1[0-9]{3} bytes"):
         SavedState(tmp_path / "s")
     table = json.loads((tmp_path / "s/state.json").read_text())
-    (tmp_path / "s/state.json").write_text(sealed({**table, "mesh": "dp"}))
+    (tmp_path / "s/state.json").write_text(seal_text({**table, "mesh": "dp"}))
     with pytest.raises(ArtifactError, match="does not describe a state"):
         SavedState(tmp_path / "s")
-    (tmp_path / "s/state.json").write_text(sealed({**table, "owners": {"parameter:whole": 1}}))
+    (tmp_path / "s/state.json").write_text(seal_text({**table, "owners": {"parameter:whole": 1}}))
     with pytest.raises(ArtifactError, match="does not describe a state: .* 1 is no place on a pipeline axis of the mesh dp=1,tp=2"):
         SavedState(tmp_path / "s")
-    (tmp_path / "s/state.json").write_text(sealed({**table, "version": 3}))
+    (tmp_path / "s/state.json").write_text(seal_text({**table, "version": 3}))
     with pytest.raises(ArtifactError, match="is no 'meshc state' of version 1 or 2"):
         SavedState(tmp_path / "s")
 

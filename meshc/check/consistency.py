@@ -1,0 +1,307 @@
+"""Consistency of a program's text: signature, stages, keys and schedule against each other, before anything runs.
+
+    ports      what enters and leaves has the type that the signature says, and constants are what their file holds
+    stages     every value is what its operator makes (`stage.py`), and what is compiled can be (`compiled_regions.py`)
+    keys       what one stage gives under a key is what another reads under it
+    schedule   runs stages that are there, on values that are there; what starts early waits for sums that are whole then (`starts.py`)
+
+With dynamic sizes all of it is checked at the sizes that stand for them and at the ends of their ranges; what runs a program at other sizes
+checks it there (`check_program` on what `instance.at` gives).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, zip_longest
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check import bucket_order, host_values, indices, overwrites, phases, sharding_walk, storage_sharing, used_rows_readers
+from meshc.check.compiled_regions import faults as faults_of_regions
+from meshc.check.cross_stage_shardings import CrossStageShardings
+from meshc.check.inferred_sharding import without_microbatches
+from meshc.check.info import faults_of_info
+from meshc.check.rule_shardings import RulesProtocol
+from meshc.check.stage import faults as faults_of_stage
+from meshc.check.stage import may_view
+from meshc.check.starts import faults_of_lists
+from meshc.check.starts import faults_of_stages as faults_of_started
+from meshc.check.types import Wrong, check_type
+from meshc.errors import ArtifactError, InputError, ScheduleError
+from meshc.ir import Record
+from meshc.ir.sharding import Sharding, is_padded, local_shape
+from meshc.ir.spmd import joins_stages
+from meshc.pipelining.pipeline_stages import slot
+from meshc.program import instance
+from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
+from meshc.program.completeness import refuse_incomplete
+from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
+from meshc.text.allowed_operators import spelling
+from meshc.text.printer import print_type
+
+SHOWN = 10
+"""How many faults one error lists."""
+
+
+def check_program(program: PlainProgram, where: str, rules: RulesProtocol | None = None) -> None:
+    """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule.
+
+    `rules` are the operators' (`meshc.rules`); without them shardings are followed only through what moves between ranks.
+    """
+    found = list(islice(_all_faults(program, where, rules), SHOWN + 1))
+    if not found:
+        return
+    more = ["and more"] if len(found) > SHOWN else []
+    advice = "  what to do: compile and save the program again, or put right what was edited"
+    raise ArtifactError("\n".join([*found[:SHOWN], *more, advice]))
+
+
+def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> Iterator[str]:
+    yield from _axes(program, where)
+    if program.backend not in BACKENDS:
+        yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
+    yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
+    sent = {key for keys in program.pipeline.messages.values() for key in keys} if program.pipeline is not None else frozenset()
+    try:
+        refuse_incomplete(program)
+    except ScheduleError as error:
+        yield f"{where}, pipeline: {error}"
+        return
+    for world in _worlds(program):
+        found = False
+        for fault in _faults(world, where, rules):
+            found = True
+            yield fault
+        for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
+            for name, why in (*host_values.faults(stage), *storage_sharing.faults(stage), *used_rows_readers.faults(stage, sent)):
+                found = True
+                yield _fault_text(stage, name, why)
+        if found:
+            return
+
+
+def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
+    """The program at sizes: those that stand for its dynamic ones, and the ends of their ranges, as far as it serves them."""
+    if not program.dynamic:
+        yield program
+        return
+    yield instance.substitute_sizes(program, {size.symbol: size.hint for size in program.dynamic})
+    for end in ("low", "high"):
+        try:
+            yield instance.at(program, {size.name: getattr(size, end) for size in program.dynamic})
+        except InputError:
+            continue
+
+
+def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> Iterator[str]:
+    sizes = program.axis_sizes
+    sound, handed = True, CrossStageShardings(program)
+    for stage in program.stages.values():
+        wrong = dict(faults_of_stage(stage, sizes))
+        sound = sound and not wrong
+        wrong = wrong or dict(_faults_of_lines(stage, sizes, rules, handed))
+        yield from (_fault_text(stage, name, why) for name, why in wrong.items())
+    for name, value, why in faults_of_regions(program):
+        yield _fault_text(program.stages[name], value, f"{value}: {why}")
+    of_lines = *faults_of_started(program), *_faults_of_joint_collectives(program)
+    for name, value, why in (*of_lines, *(indices.faults(program.stages, sizes, rules) if rules else ())) if sound else ():
+        yield _fault_text(program.stages[name], value, why)
+    for port in (*program.inputs, *program.outputs):
+        try:
+            check_type(_local(port, sizes), sizes)
+            _check_order(port)
+        except (Wrong, KeyError) as wrong:
+            yield f"{where}: {port.key}: {wrong}"
+            return
+    yield from _keys(program, where)
+    yield from _constants(program, where)
+    yield from _schedule(program, where)
+    yield from (f"{where}: {why}" for why in faults_of_lists(program))
+
+
+def _faults_of_lines(
+    stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with lines each of which an operator can make of values of these shapes."""
+    yield from sharding_walk.faults(stage, sizes, rules, handed)
+    yield from bucket_order.faults(stage, sizes)
+    yield from overwrites.faults(stage, may_view)
+    yield from phases.faults(stage)
+
+
+def _faults_of_joint_collectives(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
+    """(stage, value, what is wrong) where pipeline stages do not make the same collectives with each other, in the same order: ranks would
+    wait for each other for good."""
+    for when in ("before_", "after_"):
+        rows = [(name, list(filter(joins_stages, stage.graph.nodes))) for name, stage in program.stages.items() if name.startswith(when)]
+        for name, row in rows[1:]:
+            first, there = rows[0]
+            odd = next(((a, b) for a, b in zip_longest(there, row) if a is None or b is None or _call_of_all(a) != _call_of_all(b)), None)
+            if odd is not None:
+                stage, node, other = (name, odd[1], first) if odd[1] is not None else (first, odd[0], name)
+                yield stage, node.name, f"{node.name} = {spelling(node.target)}(...): {other} has no such collective in its place"
+
+
+def _call_of_all(node: Node) -> object:
+    """What must be alike of a collective on all its ranks."""
+    record = ir.record(node)
+    return node.target, node.args[1:], tuple(record.shape), record.dtype
+
+
+def _fault_text(stage: Stage, name: str, why: str) -> str:
+    return stage.origin.fault(name, why) if stage.origin is not None else f"stage {stage.name}: {why}"
+
+
+def _axes(program: PlainProgram, where: str) -> Iterator[str]:
+    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    told = {axis: size for axis, size in program.axis_sizes.items() if axis != "mb"}
+    if told != sizes:
+        yield f"{where}: the axes are {told}, but the mesh is {program.mesh}"
+    if program.axis_sizes.get("mb", program.microbatches) != program.microbatches or program.microbatches < 1:
+        yield f"{where}: there are {program.microbatches} microbatches, but the axis mb has {program.axis_sizes.get('mb')}"
+    for stage in program.stages.values():
+        ranks = stage.origin.axis_sizes if stage.origin is not None else None
+        if ranks is not None and dict(ranks) != program.axis_sizes:
+            assert stage.origin is not None
+            yield f"{stage.origin.file}, line 1: @ranks has {dict(ranks)}, but {where} has {program.axis_sizes}"
+
+
+def _local(port: Port, sizes: Mapping[str, int]) -> Record:
+    """A port's value on a rank."""
+    shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
+    return Record(shape, port.dtype, port.sharding, host=port.host, disk=port.disk)
+
+
+def _check_order(port: Port) -> None:
+    if port.sharding is not None and any(part.order for _, _, part in port.sharding.parts()):
+        raise Wrong(f"it lies as {port.sharding}; what enters and leaves a program lies in natural order")
+
+
+def _keys(program: PlainProgram, where: str) -> Iterator[str]:
+    """One type under each key: that of the port, or that of what makes it."""
+    known: dict[str, tuple[Record, str]] = {}
+    made: dict[str, list[Record]] = defaultdict(list)
+    ports = {port.key for port in program.inputs}
+    said = partial(print_type, axis_sizes=program.axis_sizes)
+    for port in (*program.inputs, *program.outputs):
+        record = _local(port, program.axis_sizes)
+        before = known.setdefault(port.key, (record, f"{where} says"))[0]
+        if not _is_same_type(before, record):
+            yield f"{where}: {port.key} enters as {said(before)} and leaves as {said(record)}"
+    for stage in program.stages.values():
+        for key, node in _result_nodes(stage):
+            record = ir.record(node)
+            made[key].append(record)
+            whole = whole_of(key)
+            told, who = known.setdefault(key, (record, f"{stage.name} gives"))
+            if not _is_same_type(told, record):
+                yield _fault_text(stage, f"return {key}", f"it gives {key} as {said(record)}, but {who} {said(told)}")
+            if whole is not None and whole[0] != WAYS["rows"][0]:
+                made[whole[1]].append(record)
+                told, who = known.setdefault(whole[1], (record, f"{stage.name} gives"))
+                if not _is_same_type(told, record):
+                    yield _fault_text(stage, f"return {key}", f"a part of {whole[1]} is {said(record)}, but {who} {said(told)}")
+    for stage in program.stages.values():
+        for node, key in stage.keys().items():
+            record = ir.record(node)
+            if why := _padding_fault(program, record, key, made[key] if key not in ports else []):
+                yield _fault_text(stage, node.name, f"the parameter {node.name}: {why}")
+            if key not in known:
+                continue  # of what nothing makes the schedule says whether it is needed
+            told, who = known[key]
+            if not _is_same_type(told, record):
+                yield _fault_text(stage, node.name, f"it takes {key} as {said(record)}, but {who} {said(told)}")
+
+
+def _padding_fault(program: PlainProgram, record: Record, key: str, made: Sequence[Record]) -> str:
+    """Why padding is not known to be zero of what comes in under a key, if its type says so; `made`: what is given under that key."""
+    if record.sharding is None:
+        return ""
+    known = frozenset.intersection(*(one.sharding.zero if one.sharding is not None else frozenset() for one in made or [Record()]))
+    for dim, place in sorted(record.sharding.zero - known):
+        part = record.sharding.dims[dim][place]
+        if program.axis_sizes.keys() >= {*part.axes} and is_padded(part, program.axis_sizes):
+            return f"its type says that the padding of [{part}] is zero, which nothing says that gives {key}"
+    return ""
+
+
+def _is_same_type(one: Record, other: Record) -> bool:
+    places = [(each.host, each.disk, each.used) for each in (one, other)]
+    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and places[0] == places[1]
+    return same and _is_same_sharding(one.sharding, other.sharding)
+
+
+def _is_same_sharding(one: Sharding | None, other: Sharding | None) -> bool:
+    if one is None or other is None:
+        return True
+    return one.dims == other.dims and without_microbatches(one) == without_microbatches(other)
+
+
+def _result_nodes(stage: Stage) -> Iterator[tuple[str, Node]]:
+    for key, value in stage.results().items():
+        if isinstance(value, Node) and ir.has_record(value) and not isinstance(value.meta[ir.KEY], tuple):
+            yield key, value
+
+
+def _constants(program: PlainProgram, where: str) -> Iterator[str]:
+    for port in program.inputs:
+        if port.kind != "constant":
+            continue
+        found = program.constants.get(port.name)
+        if found is None:
+            yield f"{where}: there is no constant {port.name}; there are {', '.join(program.constants) or 'none'}"
+        elif tuple(found.shape) != _local(port, program.axis_sizes).shape or found.dtype != port.dtype:
+            wanted = f"the program takes {port.dtype} {list(port.shape)}"
+            yield f"{where}: the constant {port.name} is {found.dtype} {list(found.shape)}, {wanted}"
+
+
+def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
+    """Without pipeline stages: whether what each run reads is there. Of a pipeline's lists `refuse_incomplete` says it."""
+    if program.pipeline is not None:
+        return
+    there = {port.key for port in program.inputs}
+    runs: Counter[tuple[str, int]] = Counter()
+    for step in program.schedule:
+        if step.op not in (*RUNS, "join", *ACCUMULATES):
+            yield f"{where}: the schedule has the instruction {step.op!r}, which no program without pipeline stages has"
+            return
+        if not 0 <= step.microbatch < program.microbatches:
+            yield f"{where}: the schedule names microbatch {step.microbatch}; there are {program.microbatches}, from 0 on"
+        if step.op in RUNS:
+            stage = program.stages.get(step.stage)
+            if stage is None:
+                yield f"{where}: the schedule {step.op}s {step.stage!r}, but the stages are {', '.join(program.stages)}"
+                return
+            missing = [key for key in stage.inputs if slot(key, step.microbatch) not in there]
+            if missing:
+                yield f"{where}: {step.stage} of microbatch {step.microbatch} needs {missing[0]}, which is not there"
+            lost = [key for key in stage.outputs if whole_of(key) is not None and key in there]
+            if lost:
+                yield f"{where}: the schedule {step.op}s {step.stage} once more before {lost[0]} of its last run has been taken"
+            there |= {slot(key, step.microbatch) for key in stage.outputs}
+            runs[step.stage, step.microbatch] += 1
+        else:
+            if step.value not in there:
+                yield f"{where}: the schedule takes {step.value} into {step.into}, and nothing has made it since it was last taken"
+            elif (step.op, step.into) != whole_of(step.value):
+                op, into = whole_of(step.value) or ("", "nothing")
+                yield f"{where}: the schedule takes {step.value} into {step.into} by {step.op}; it goes into {into}{f' by {op}' * bool(op)}"
+            there.discard(step.value)
+            there.add(step.into)
+    missing = [port.key for port in program.outputs if port.key not in there]
+    if missing:
+        yield f"{where}: nothing gives {missing[0]}"
+    yield from (f"{where}: {why}" for why in _faults_of_parts(program, runs, there))
+
+
+def _faults_of_parts(program: PlainProgram, runs: Mapping[tuple[str, int], int], there: Collection[str]) -> Iterator[str]:
+    """What is wrong with a schedule by which some microbatch's part of a sum counts not at all, or more than once."""
+    for name, stage in program.stages.items():
+        parts = [key for key in stage.outputs if whole_of(key) is not None]
+        odd = next((microbatch for microbatch in range(program.microbatches) if runs.get((name, microbatch), 0) != 1), None)
+        if parts and odd is not None:
+            yield f"the schedule runs {name} of microbatch {odd} {runs.get((name, odd), 0)} times; it gives parts of sums, of each one"
+        yield from (f"the schedule leaves {key}, which nothing takes" for key in parts if key in there)

@@ -1,0 +1,136 @@
+"""Sharding of a value as far as operands and types determine it, with unknowns.
+
+    "f32[batch 4/dp, ffn 32/tp] partial(sum: ep)"       dims ((batch 4/dp,), (ffn 32/tp,)), axes {dp, tp}, partial {ep: sum}
+    "f32[2, 16]"                                        a plain type: what made the value says how it lies, or nothing does
+
+Nothing is said of microbatches that a value is partial over: what is one microbatch's part says so where it becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from meshc.ir import Record
+from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
+from meshc.ir.spmd import MICROBATCH
+
+if TYPE_CHECKING:
+    from meshc.check.windows import Halo, WindowedDim
+
+Parts = tuple[Part, ...]
+Runs = frozenset[tuple[str, ...]]
+UNNAMED = ""
+"""The factor of a part that only its size is known of."""
+
+
+@dataclass(frozen=True)
+class InferredSharding:
+    """dims     for each dim its parts; None for one that is not known
+    partial  axis -> reduction; None: not known
+    runs     axes that split one part of it, one after the other, in whatever dim; None: not known
+    pieces   of a dim in which several values travel together: how many positions each has, and how it lies
+    varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
+    padding  axis -> what the positions hold that were put in so that it could split something; None for anything; not there: not known
+    filled   whether nothing but zeros has been put between its positions since a type said how they lie
+    windows  dim -> the halo that brought it, or how an operator by windows has made it (`windows.py`)
+    back     axes -> how many places before this rank, round their ring, the one is whose tile it is (`rings.py`); not there: not known
+    """
+
+    dims: tuple[Parts | None, ...] = ()
+    partial: Mapping[str, str] | None = None
+    runs: Runs | None = None
+    pieces: tuple[tuple[int, InferredSharding], ...] | None = None
+    varies: bool = False
+    padding: Mapping[str, float | None] = field(default_factory=dict)
+    filled: bool = False
+    windows: Mapping[int, Halo | WindowedDim] = field(default_factory=dict)
+    back: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(record: Record, sizes: Mapping[str, int]) -> InferredSharding:
+        """What a type says; `sizes` are those of all axes."""
+        if record.sharding is None:
+            return InferredSharding((None,) * len(record.shape))
+        zero = record.sharding.zero
+        uneven = [((d, at) in zero, axis) for d, at, part in record.sharding.parts() for axis in padded_axes(part, sizes)]
+        padding = {axis: 0.0 if is_zero else None for is_zero, axis in uneven}
+        partial, runs = without_microbatches(record.sharding), runs_of(record.sharding.dims)
+        return InferredSharding(record.sharding.dims, partial, runs, padding=padding, filled=True)
+
+    @property
+    def has_all_dims(self) -> bool:
+        """Whether all dims are."""
+        return None not in self.dims
+
+    def axis_runs(self) -> Runs | None:
+        """The axes that split it, those of one part after one another; None if that is not known."""
+        return runs_of(dim for dim in self.dims if dim is not None) if self.has_all_dims else self.runs
+
+    def split_axes(self) -> frozenset[str] | None:
+        """The axes that split it; None if that is not known."""
+        found = self.axis_runs()
+        return None if found is None else frozenset(axis for run in found for axis in run)
+
+
+def without_microbatches(sharding: Sharding) -> dict[str, str]:
+    return {axis: how for axis, how in sharding.partial if axis != MICROBATCH}
+
+
+def runs_of(dims: Iterable[Parts]) -> Runs:
+    return frozenset(part.axes for dim in dims for part in dim if part.axes)
+
+
+def fit_together(one: Runs, other: Runs) -> bool:
+    """Whether axes that follow each other in a part of one do so in the other."""
+    return all(any(run == longer[at : at + len(run)] for longer in other for at in range(len(longer))) for run in one)
+
+
+def dim_text(dim: Parts) -> str:
+    return " * ".join(str(part).strip() for part in dim) or "1"
+
+
+def partial_text(partial: Mapping[str, str]) -> str:
+    return f"partial({', '.join(f'{how}: {axis}' for axis, how in partial.items())})" if partial else "partial over nothing"
+
+
+def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """The order of a tile's elements: what is split, in its place among what is not, which counts together however it is cut and named."""
+    found: list[tuple[str, int, tuple[str, ...]]] = []
+    for part in parts:
+        if part.axes:
+            found.append((part.factor, part.size, part.cuts))
+        elif part.size != 1:
+            if found and not found[-1][2]:
+                found[-1] = (UNNAMED, found[-1][1] * part.size, ())
+            else:
+                found.append((UNNAMED, part.size, ()))
+    return found
+
+
+def flat(spread: InferredSharding) -> list[Part]:
+    """All parts that are known, major to minor."""
+    return [part for dim in spread.dims if dim is not None for part in dim]
+
+
+def alike(one: Parts, other: Parts) -> bool:
+    """Whether two dims lie alike: split alike, in the same places, and under one name where each says one and they are cut alike."""
+    if [part.size for part in one] == [part.size for part in other]:
+        named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
+        return named and [part.cuts for part in one] == [part.cuts for part in other]
+    a, b = run_of(one), run_of(other)
+    return len(a) == len(b) and all(
+        x[1:] == y[1:] and (x[0] == y[0] or UNNAMED in (x[0], y[0])) for x, y in zip(a, b, strict=True)
+    )
+
+
+def padded_axes(part: Part, sizes: Mapping[str, int]) -> list[str]:
+    """The axes that do not split what they find evenly: so that they could, positions were put in."""
+    tiles = tile_sizes(part.size, [sizes[axis] for axis in part.axes])
+    return [axis for axis, whole, each in zip(part.axes, tiles, tiles[1:], strict=False) if each * sizes[axis] != whole]
+
+
+def tile(parts: Parts, sizes: Mapping[str, int]) -> int:
+    return prod(local_size(part, sizes) for part in parts)

@@ -1,0 +1,97 @@
+"""Reads after in-place writes, and results that share storage.
+
+    t: "f32[8, 4]" = aten.t(w)
+    adam_many_: "int" = meshc.adam_many_([w], [g], ...)
+    h: "f32[4, 8]" = aten.mm(x, t)                 refused: t is a view of what has been written
+    return {"parameter:w": v}                      refused: v's memory would be that of two parameters
+
+Under the name of what was written stands the new value from there on, for the update itself; forward and backward are of the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir import Source, spmd
+from meshc.ir.functions import Target
+from meshc.ir.keys import kind_of
+from meshc.ops.in_place import WRITERS
+from meshc.program.program import Stage
+from meshc.text.allowed_operators import spelling
+
+OWN = ("parameter", "buffer", "state")
+"""Kinds of ports whose memory is the program's own to write."""
+Memory = frozenset[str]
+"""Whose memory a value may lie in: keys of parameters of the stage, and names of values that have their own."""
+
+
+def faults(stage: Stage, may_view: Callable[[Target], bool]) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it). `may_view`: whether an operator's result may lie in the memory of its operands."""
+    memory = memories(stage, may_view)
+    written: dict[str, Node] = {}
+    new: set[Node] = set()
+    for node in stage.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for operand in node.all_input_nodes:
+            gone = sorted(memory[operand] & written.keys())
+            if gone and (operand not in new or _is_early(node)):
+                told = f"it reads {operand}, and {written[gone[0]]} above has written in the memory of {gone[0]}"
+                yield node.name, f"{node.name} = {spelling(node.target)}(...): {told}: what reads the old values stands before that"
+                break
+        if all(operand in new or not memory[operand] & written.keys() for operand in node.all_input_nodes):
+            new.add(node)
+        changed = writes(node)
+        new -= {one for one in new if any(memory[one] & memory[operand] for operand in changed)}
+        new |= set(changed)
+        written.update(dict.fromkeys((key for one in changed for key in memory[one]), node))
+    yield from _faults_of_results(stage, memory)
+
+
+def _is_early(node: Node) -> bool:
+    """Whether a line is of forward or backward, by what is known of it."""
+    told = ir.records(node)[0]
+    return told.phase == "backward" or told.phase == "forward" and (told.source != Source() or bool(told.reason))
+
+
+def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, Memory]:
+    found: dict[Node, Memory] = {}
+    keys = iter(stage.inputs)
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = frozenset({next(keys)})
+        elif node.op == "call_function" and ir.is_integer(node):
+            found[node] = frozenset()
+        elif spmd.is_host_copy(node.target):
+            found[node] = found[node.args[1]] if len(node.args) == 2 else frozenset({node.name})
+        elif node.op == "call_function":
+            inside: Memory = frozenset().union(*(found[one] for one in node.all_input_nodes)) if may_view(node.target) else frozenset()
+            found[node] = inside or frozenset({node.name})
+    return found
+
+
+def writes(node: Node) -> list[Node]:
+    """The operands that a line writes into."""
+    if spmd.is_host_copy(node.target):
+        return list(node.args[1:])  # type: ignore[arg-type]
+    if node.op != "call_function" or node.target not in WRITERS:
+        return []
+    found: list[Node] = []
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Node)]
+    return found
+
+
+def _faults_of_results(stage: Stage, memory: Mapping[Node, Memory]) -> Iterator[tuple[str, str]]:
+    held: dict[str, str] = {}
+    for key, value in stage.results().items():
+        kind = kind_of(key)
+        for place in sorted(memory[value]):
+            if kind in OWN and kind_of(place) in OWN and place != key:
+                yield f"return {key}", f"{key} leaves as {value}, in the memory of {place}: both would be one"
+            elif kind in OWN and (kind_of(place) in OWN or place == value.name) and held.setdefault(place, key) != key:
+                yield f"return {key}", f"{key} leaves as {value}, in whose memory {held[place]} leaves too: both would be one"

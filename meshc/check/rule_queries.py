@@ -1,0 +1,106 @@
+"""Queries of operator rules about one rank's tiles.
+
+Rules are functions of a node and its operands, of which they read shapes and arguments. What they are given is the line with its local
+shapes, a rank's place in the mesh being 0; where a tile has one position of a factor that has more, with the global shapes, since a rule
+takes a dim of one position for one that broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from meshc import ir
+from meshc.check.inferred_sharding import InferredSharding, flat
+from meshc.check.rule_shardings import DeferralProtocol, RuleProtocol, RulesProtocol
+from meshc.errors import MeshcError
+from meshc.ir import Record, spmd
+from meshc.ir.sharding import local_size
+
+BY_POSITION = (torch.ops.aten.slice_backward.default,)
+"""Operators whose arguments are positions of a rank's tile: these have no other sizes."""
+
+BY_CHANNELS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+"""Operators that are one thing or another by their channels, also where of their space, which goes by windows, nothing is known."""
+
+Shape = tuple[int, ...]
+
+
+class RuleQueries:
+    """The stage's lines so far, as rules are asked about them. What takes a result out of several stands for itself."""
+
+    def __init__(self, rules: RulesProtocol, sizes: Mapping[str, int]) -> None:
+        self.rules, self.sizes = rules, sizes
+        self.graph = Graph()
+        self.nodes: dict[Node, Node] = {}
+
+    def add(self, node: Node) -> None:
+        if node.op == "placeholder" or ir.is_getitem(node) or ir.is_integer(node):
+            self.nodes[node] = self.graph.create_node("placeholder", node.name, name=node.name)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda one: 0 if ir.is_integer(one) else self.nodes[one])
+            self.nodes[node] = self.graph.create_node("call_function", node.target, args, kwargs, node.name)
+
+    def rule(
+        self, node: Node, tensors: Sequence[Node], given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
+    ) -> tuple[RuleProtocol | None, Sequence[DeferralProtocol] | None]:
+        """The rule of a line and what may come in partial; None for an operator that has none, and None, None where it has one that cannot
+        be asked about these shapes."""
+        used = self._read_results(node)
+        rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
+        told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
+        local = [record.shape for _, record, _ in rows], [record.shape for record in told]
+        full = [self._global_shape(node, spread, record.shape) for _, record, spread in rows], [
+            self._global_shape(node, self._declared_sharding(node, spread), record.shape) if place in used else ()
+            for place, (spread, record) in enumerate(zip(declared, told, strict=True))
+        ]
+        ways: list[tuple[list[Shape], list[Shape]]] = [local]
+        ones = any(_is_one(spread, self.sizes) for spread in (*given, *declared))
+        if ones and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
+            ways.insert(0, cast(tuple[list[Shape], list[Shape]], full))
+        for operands, results in ways:
+            for (one, record, _), shape in zip(rows, operands, strict=True):
+                ir.set_record(self.nodes[one], Record(shape, record.dtype))
+            made = tuple(Record(shape, record.dtype) for record, shape in zip(told, results, strict=True))
+            ir.set_record(self.nodes[node], made if isinstance(node.meta[ir.KEY], tuple) else made[0])
+            found = self._query(self.nodes[node], [self.nodes[one] for one in tensors])
+            if found is not None:
+                return found
+        return None, None
+
+    def _query(self, node: Node, tensors: list[Node]) -> tuple[RuleProtocol | None, Sequence[DeferralProtocol]] | None:
+        """None where the rule does not fit: it is stated for whole values, and a tile's operator may have others."""
+        try:
+            rule = self.rules.rule_of(node, tensors)
+            return rule, () if rule is None else self.rules.deferrals(node, rule)
+        except (ValueError, AssertionError, LookupError, StopIteration, TypeError, ArithmeticError, MeshcError):
+            return None
+
+    def _read_results(self, node: Node) -> set[object]:
+        if not isinstance(node.meta[ir.KEY], tuple):
+            return {0}
+        return {user.args[1] for user in node.users if ir.is_getitem(user)}
+
+    def _global_shape(self, node: Node, spread: InferredSharding, local: Shape) -> Shape | None:
+        if None in spread.dims and node.target not in BY_CHANNELS:
+            return None
+        return tuple(
+            extent if parts is None else prod(max(part.size, 2) if part.axes else part.size for part in parts)
+            for parts, extent in zip(spread.dims, local, strict=True)
+        )
+
+    def _declared_sharding(self, node: Node, declared: InferredSharding) -> InferredSharding:
+        """What is declared of a result; where that is nothing, what is of the sum of its windows, which lies alike but for its space."""
+        while not declared.has_all_dims and len(node.users) == 1 and (user := next(iter(node.users))).target is spmd.halo_sum:
+            node, declared = user, InferredSharding.of(ir.record(user), self.sizes)
+        return declared
+
+
+def _is_one(spread: InferredSharding, sizes: Mapping[str, int]) -> bool:
+    """Whether a rank has one position of something that is split."""
+    return any(part.axes and local_size(part, sizes) == 1 for part in flat(spread))

@@ -1,0 +1,295 @@
+"""Sharding of an operator's results by its rule: a letter is split alike in all operands and results that share it.
+
+    mm, "m k, k n -> m n +k", of [batch 4/dp, ffn 32/tp] and [ffn 32/tp, hidden 8]      gives [batch 4/dp, hidden 8] partial(sum: tp)
+    mm of [batch 4/dp, ffn 32/tp] and [ffn 32, hidden 8]                                does not go: k is split in one and not in the other
+    relu of a value that is partial(sum: tp)                                            does not go: it lets no sum through
+
+Rules are stated for whole values and are asked here for the tiles that a rank has, which the same operator makes of tiles. Where it does
+not, because a rank's place has gone into the numbers, the value `varies`, and only what must hold all the same is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch.fx import Node
+
+from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, flat, partial_text, run_of, tile
+from meshc.check.types import Wrong
+from meshc.ir import is_getitem, op_name
+from meshc.ir.sharding import Part
+from meshc.ir.spmd import MICROBATCH
+from meshc.ir.window import Window
+
+Dims = tuple[str, ...]
+ONE = "_"
+
+
+class RelationProtocol(Protocol):
+    """Dims of the operand and of the result that hold the same elements in the same order (`meshc.rules.rule`)."""
+
+    @property
+    def inside(self) -> Dims: ...
+    @property
+    def outside(self) -> Dims: ...
+    @property
+    def soft(self) -> bool: ...
+
+
+class RuleProtocol(Protocol):
+    """What is asked of an operator's rule (`meshc.rules.rule`)."""
+
+    @property
+    def operands(self) -> tuple[Dims, ...]: ...
+    @property
+    def results(self) -> tuple[Dims, ...]: ...
+    @property
+    def sums(self) -> tuple[dict[str, str], ...]: ...
+    @property
+    def whole(self) -> frozenset[str]: ...
+    @property
+    def relations(self) -> Sequence[RelationProtocol]: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def zigzag(self) -> frozenset[str]: ...
+    @property
+    def windows(self) -> Mapping[str, tuple[str, Window]]: ...
+    @property
+    def neutral(self) -> float: ...
+    @property
+    def clean(self) -> Sequence[int]: ...
+    @property
+    def self_masked(self) -> bool: ...
+
+
+class DeferralProtocol(Protocol):
+    """Operands that may come in partial together, and what their result is then partial for (`meshc.rules.partial`)."""
+
+    @property
+    def positions(self) -> tuple[int, ...]: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def left(self) -> str: ...
+
+
+class RulesProtocol(Protocol):
+    """The operators' rules, which the passes have."""
+
+    def rule_of(self, node: Node, tensors: list[Node]) -> RuleProtocol | None: ...
+
+    def deferrals(self, node: Node, rule: Any) -> Sequence[DeferralProtocol]: ...
+
+    def in_any_order(self, node: Node, rule: Any, letter: str) -> bool: ...
+
+    def only_moves(self, node: Node) -> bool: ...
+
+    def ranges(self, node: Node, tensors: list[Node]) -> Sequence[tuple[int, int, int, int | None]]: ...
+
+
+def shardings_by_rule(
+    node: Node,
+    names: Sequence[str],
+    rule: RuleProtocol,
+    deferrals: Sequence[DeferralProtocol],
+    given: Sequence[InferredSharding],
+    told: Sequence[InferredSharding],
+    sizes: Mapping[str, int],
+) -> list[InferredSharding]:
+    """How the results lie. `names` are the operands', for messages; `told` is what the lines say of the results.
+
+    Where one that is read says nothing an operator is a piece of what a rule makes of one, and may do with tiles what whole values do not
+    allow.
+    """
+    piece = any(told[index].runs is None for index in _read_results(node))
+    letters = _letters(node, names, rule, given, piece, sizes)
+    lost = (
+        [] if any(not deferral.left for deferral in deferrals) else _letters_without_result(rule, letters)
+    )  # of operands that only say a shape
+    if lost and not piece:
+        raise Wrong(f"{op_name(node)} makes its result of all of [{dim_text(letters[lost[0]])}], of which a rank has a tile")
+    owing = [_partial_of_sums(rule, index, letters) for index in range(len(rule.results))]
+    partial = _deferred_partial(node, names, deferrals, given, owing)
+    varies = any(spread.varies for spread in given) or bool(lost)
+    lost += _letters_maybe_without_result(rule, letters, given)
+    results, cut = [], _split_whole_letters(rule, given)
+    for owed, dims in zip(owing, rule.results, strict=True):
+        found = tuple(letters.get(letter) for letter in dims)
+        unknown = lost or partial is None or owed is None or cut - set(dims)
+        result = InferredSharding(found, None if unknown else {**(partial or {}), **(owed or {})}, varies=varies)
+        moves = rule.kind == "layout" and bool(given)
+        results.append(replace(result, padding=given[0].padding, filled=given[0].filled) if moves else result)
+    if not piece:
+        _check_relations(rule, given, told)
+    return results
+
+
+def _read_results(node: Node) -> set[int]:
+    """Which results are read; of an operator that makes one, that one."""
+    read = {user.args[1] for user in node.users if is_getitem(user) and isinstance(user.args[1], int)}
+    return read or {0}
+
+
+def _letters(
+    node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], piece: bool, sizes: Mapping[str, int]
+) -> dict[str, Parts]:
+    """What each letter of the operands stands for, but for those that a piece does not keep to."""
+    found: dict[str, tuple[Parts, str, InferredSharding]] = {}
+    broken: set[str] = set()
+    unknown: set[str] = set()
+    for name, dims, spread in zip(names, rule.operands, given, strict=True):
+        for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
+            if parts is None:
+                unknown |= {letter}
+            if parts is None or letter == ONE:
+                continue
+            here = f"dim {place} of {name}"
+            known, who, other = found.setdefault(letter, (parts, here, spread))
+            why = ""
+            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # one position against a tile of one
+                broken |= {letter}
+            elif not alike(known, parts):
+                why = f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(node)} takes them alike"
+            elif letter in rule.whole and any(part.axes for part in parts):
+                why = f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it whole"
+            if why and not piece and not _is_view(spread, other):
+                raise Wrong(why)
+            broken |= {letter} if why else set()
+    broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # one position, and what may be a tile of one
+    return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
+
+
+def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
+    """Whether two values of one shape on a rank lie alike but for the dim in which a tile of one position stands: no line says which."""
+    return one is not other and one.has_all_dims and other.has_all_dims and run_of(flat(one)) == run_of(flat(other))
+
+
+def _split_whole_letters(rule: RuleProtocol, given: Sequence[InferredSharding]) -> set[str]:
+    """Letters that are split though a rule takes them whole, as a piece may: what has nothing of them may be a part of a sum."""
+    rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
+    return {letter for row in rows for letter, parts in row if letter in rule.whole and any(part.axes for part in parts or ())}
+
+
+def _letters_without_result(rule: RuleProtocol, letters: Mapping[str, Parts]) -> list[str]:
+    """Letters that are split and of which no result has anything: an operator that finishes what it makes of them by itself."""
+    kept = _letters_with_result(rule)
+    return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
+
+
+def _letters_maybe_without_result(rule: RuleProtocol, letters: Mapping[str, Parts], given: Sequence[InferredSharding]) -> list[str]:
+    """Likewise letters of which nobody knows whether they are split: a tile of one position may stand in any of several dims."""
+    kept = _letters_with_result(rule) | {ONE}
+    dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
+    return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split_axes() != frozenset()]
+
+
+def _letters_with_result(rule: RuleProtocol) -> set[str]:
+    """Letters of which a result has something: themselves, sums over them, what holds the same elements."""
+    kept = {letter for dims in rule.results for letter in dims} | {letter for sums in rule.sums for letter in sums}
+    kept |= {letter for relation in rule.relations for letter in (*relation.inside, *relation.outside)}
+    return kept | {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
+
+
+def _partial_of_sums(rule: RuleProtocol, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:
+    """What a result waits for: the axes of the letters that it sums over. None if not all are known."""
+    sums = rule.sums[index] if index < len(rule.sums) else {}
+    owed: dict[str, str] = {}
+    for letter, how in sums.items():
+        if letter in letters:
+            owed.update(dict.fromkeys((axis for part in letters[letter] for axis in part.axes if axis != MICROBATCH), how))
+        elif any(letter in dims for dims in rule.operands):
+            return None
+    return owed
+
+
+def _summed_axes(owing: Sequence[Mapping[str, str] | None]) -> set[str]:
+    """Axes over which each rank makes a part of the sum that every result is."""
+    found = [{axis for axis, how in (owed or {}).items() if how == "sum"} for owed in owing]
+    return set.intersection(*found) if found else set()
+
+
+def _addend_positions(deferrals: Sequence[DeferralProtocol], count: int) -> set[int]:
+    """Operands that stand beside a product, as a bias does: they are partial whichever of its factors is."""
+    sums = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
+    return set.intersection(*sums) if len(sums) > 1 else set()
+
+
+def _whole_addends(deferrals: Sequence[DeferralProtocol], given: Sequence[InferredSharding], axis: str) -> set[int]:
+    """Operands that every rank has all of beside tiles that `axis` splits, both going into one sum: what rows are added to, as index_put's
+    first. Each rank's part has them once."""
+    split = [spread.split_axes() for spread in given]
+    sums = [deferral.positions for deferral in deferrals if deferral.reduction == "sum"]
+    tiled = [positions for positions in sums if any(axis in (split[place] or ()) for place in positions)]
+    return {place for positions in tiled for place in positions if (axes := split[place]) is not None and axis not in axes}
+
+
+def _deferred_partial(
+    node: Node,
+    names: Sequence[str],
+    deferrals: Sequence[DeferralProtocol],
+    given: Sequence[InferredSharding],
+    owing: Sequence[Mapping[str, str] | None],
+) -> dict[str, str] | None:
+    """What is still waited for because operands were partial. None if it is not known of one. `owing`: what each result is a sum of that
+    ranks make: what is added to each part must be a part, too."""
+    if any(spread.partial is None for spread in given):
+        return None
+    summed, added = _summed_axes(owing), _addend_positions(deferrals, len(given))
+    for axis in summed:
+        for place in sorted(added | _whole_addends(deferrals, given, axis)):
+            if (given[place].partial or {}).get(axis) != "sum" and not given[place].varies:
+                told = f"{names[place]} is added on each rank to its part of a sum over {axis}"
+                raise Wrong(f"{told}, and is no part itself: keep_first makes it one")
+    waiting = {(axis, how) for spread in given for axis, how in (spread.partial or {}).items()}
+    found: dict[str, str] = {}
+    for axis, how in sorted(waiting):
+        places = {place for place, spread in enumerate(given) if (spread.partial or {}).get(axis) == how}
+        if axis in summed and all(any(place in deferral.positions for deferral in deferrals) for place in places):
+            continue
+        fitting = [deferral for deferral in deferrals if deferral.reduction == how and set(deferral.positions) == places]
+        summing = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
+        if not fitting and None in owing and how == "sum" and (places <= added or any(places < part for part in summing)):
+            return None  # a rank may have one position of what the product sums over, and then no line says which axis splits it
+        if not fitting:
+            told = " and ".join(dict.fromkeys(names[place] for place in sorted(places)))
+            rest = [name for place, name in enumerate(names) if place not in places and name not in told]
+            together = any(deferral.reduction == how and places < set(deferral.positions) for deferral in deferrals) and rest
+            why = f" unless {' and '.join(dict.fromkeys(rest))} is so too" if together else ""
+            through = f"which {op_name(node)} does not let through{why}"
+            raise Wrong(f"{told} is {partial_text({axis: how})}, {through}: a reduction must come first")
+        if fitting[0].left:
+            found[axis] = fitting[0].left
+    return found
+
+
+def _check_relations(rule: RuleProtocol, given: Sequence[InferredSharding], told: Sequence[InferredSharding]) -> None:
+    """Relations between dims: what is split lies in the same places on both sides."""
+    for relation in rule.relations:
+        inside = _side(rule.operands, given, relation.inside)
+        outside = _side(rule.results, told, relation.outside)
+        if inside is None or outside is None:
+            continue
+        one, other = ([run for run in side if run[2]] for side in (inside, outside))
+        if [run[1:] for run in one] != [run[1:] for run in other]:
+            sides = f"{_dims_text(rule.operands, given, relation.inside)} and {_dims_text(rule.results, told, relation.outside)}"
+            raise Wrong(f"{sides} hold the same elements, and are split differently")
+
+
+def _side(rows: Sequence[Dims], spreads: Sequence[InferredSharding], letters: Dims) -> list[tuple[str, int, tuple[str, ...]]] | None:
+    found: list[Part] = []
+    for letter in letters:
+        if letter.startswith("#"):
+            continue
+        parts = next((s.dims[d] for row, s in zip(rows, spreads, strict=False) for d, name in enumerate(row) if name == letter), None)
+        if parts is None:
+            return None
+        found += parts
+    return run_of(found)
+
+
+def _dims_text(rows: Sequence[Dims], spreads: Sequence[InferredSharding], letters: Dims) -> str:
+    found = [dim for row, s in zip(rows, spreads, strict=False) for name, dim in zip(row, s.dims, strict=False) if name in letters]
+    return f"[{', '.join(dim_text(dim) for dim in found if dim is not None)}]"

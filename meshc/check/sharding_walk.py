@@ -1,0 +1,312 @@
+"""Sharding of each value of a stage: the declared one against the one that its operator infers from its operands.
+
+    mm: "f32[batch 8/dp, ffn 12]" = aten.mm(x, w)      w is [hidden 6, ffn 12/tp]: so is dim 1 of what mm makes of it
+
+Shapes have been checked (`stage.py`). A line that is wrong counts as what it is declared to be for those that read it. Without the rules of
+operators, which the passes have, only what moves between ranks is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check import orders, rings
+from meshc.check.cross_stage_shardings import CrossStageShardings
+from meshc.check.draws import check_offsets
+from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, fit_together, flat, partial_text, run_of
+from meshc.check.padding import check_claims, check_sums
+from meshc.check.rule_queries import RuleQueries
+from meshc.check.rule_shardings import RulesProtocol, shardings_by_rule
+from meshc.check.spmd_shardings import Place, infer_sharding, place_of, positions
+from meshc.check.types import Wrong
+from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
+from meshc.check.windows import check_windows
+from meshc.ir import spmd
+from meshc.ir.sharding import local_size
+from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
+from meshc.ops.in_place import WRITERS
+from meshc.ops.optim import MANY
+from meshc.program.program import Stage
+from meshc.text.allowed_operators import spelling
+
+aten = torch.ops.aten
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SAME = (torch.ops.meshc.check_index.default,)
+"""Operators without a rule, whose result is their operand."""
+
+
+def faults(
+    stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings | None = None
+) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it) for every line whose sharding is not what its operands' make. `handed` knows of values that stages
+    before this one make, and is told of this one's."""
+    walk = _ShardingWalk(stage, sizes, rules, handed)
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            return walk.hand_on(stage)
+        try:
+            walk.visit(node)
+        except Wrong as wrong:
+            yield node.name, f"{node.name} = {spelling(node.target)}(...): {wrong}"
+
+
+class _ShardingWalk:
+    def __init__(self, stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings | None) -> None:
+        self.sizes = sizes
+        self.handed = handed
+        self.keys = stage.keys()
+        self.spreads: dict[Node, tuple[InferredSharding, ...]] = {}
+        self.places: dict[object, Place | None] = {}
+        self.asked = RuleQueries(rules, sizes) if rules is not None else None
+        self.calls: dict[object, tuple[InferredSharding, ...]] = {}
+        """What is known of a call's results where it stood before."""
+
+    def visit(self, node: Node) -> None:
+        records = ir.records(node)
+        declared = self._declared_shardings(node)
+        self.spreads[node] = declared
+        if self.asked is not None:
+            self.asked.add(node)
+        if node.target in spmd.INTEGERS.values():
+            self.places[node] = place_of(node, self.places, self.sizes)
+        if node.target in WRITERS:
+            self._check_updates(node)
+        if ir.is_integer(node):
+            return
+        if node.op != "call_function":
+            return
+        found = self._result_shardings(node, declared)
+        check_offsets(node, self.places, self.sizes)
+        several = isinstance(node.meta[ir.KEY], tuple)
+        self.spreads[node] = tuple(
+            (_fill_unknown_dims if several else _merge_declared)(one, told) for one, told in zip(found, declared, strict=True)
+        )
+        before = self.calls.setdefault(_call_key(node), self.spreads[node])
+        for one, other, told, record in zip(found, before, declared, records, strict=True):
+            if record.sharding is not None:
+                _compare(other, told, record.shape, self.sizes)
+                _compare(one, told, record.shape, self.sizes)
+                _check_own_tile(one)
+                check_claims(one.padding, record.sharding, self.sizes)
+
+    def hand_on(self, stage: Stage) -> None:
+        if self.handed is None:
+            return
+        for key, value in stage.results().items():
+            if isinstance(value, Node) and not isinstance(value.meta[ir.KEY], tuple):
+                self.handed.give(key, value, self._sharding(value))
+
+    def _declared_shardings(self, node: Node) -> tuple[InferredSharding, ...]:
+        """What the line says, of several results what those say that take them apart; of a plain type that comes in, what is known."""
+        if node.op == "placeholder" and self.handed is not None and ir.record(node).sharding is None:
+            known = self.handed.of(self.keys[node], ir.record(node))
+            return (known or InferredSharding.of(ir.record(node), self.sizes),)
+        found = [InferredSharding.of(record, self.sizes) for record in ir.records(node)]
+        if isinstance(node.meta[ir.KEY], tuple):
+            for user in node.users:
+                if ir.is_getitem(user) and isinstance(user.args[1], int) and 0 <= user.args[1] < len(found):
+                    found[user.args[1]] = InferredSharding.of(ir.record(user), self.sizes)
+        return tuple(found)
+
+    def _sharding(self, node: Node) -> InferredSharding:
+        return self.spreads[node][0]
+
+    def _result_shardings(self, node: Node, declared: Sequence[InferredSharding]) -> Sequence[InferredSharding]:
+        target = node.target
+        if ir.is_getitem(node):
+            return [self.spreads[node.args[0]][node.args[1]]]  # type: ignore[index]
+        if target in spmd.FUNCTIONS.values():
+            told = declared[0] if ir.record(node).sharding is not None else None
+            return [infer_sharding(node, self._sharding(cast(Node, node.args[0])), told, self.places, self.sizes)]
+        if target in VIEWS:
+            given = replace(self._sharding(cast(Node, node.args[0])), windows={})
+            if ir.record(node).sharding is None:
+                return [view_sharding(given, ir.record(node).shape, self.sizes)]
+            check_view(given, declared[0])
+            return [replace(given, dims=(None,) * len(declared[0].dims), runs=given.axis_runs())]
+        if (counted := positions(node, self.places, self.sizes)) is not None:
+            return [counted]
+        if target in SAME:
+            return [self._sharding(cast(Node, node.args[0]))]
+        if target is aten.slice.Tensor:
+            return [self._slice_sharding(node)]
+        if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
+            given = replace(self._sharding(cast(Node, node.args[0])), windows={})
+            shapes = zip(ir.records(cast(Node, node.args[0]))[0].shape, ir.record(node).shape, strict=True)
+            dims = tuple(parts if one == other else None for (one, other), parts in zip(shapes, given.dims, strict=True))
+            return [replace(given, dims=dims, runs=given.axis_runs(), filled=given.filled and node.args[2:3] in ((), (0,)))]
+        if target is aten.cat.default and ir.record(node).sharding is None:
+            return [self._cat_sharding(node)]
+        if self.asked is None:  # nobody says what it makes of padding: its line is believed
+            return [InferredSharding((None,) * len(spread.dims), padding=spread.padding) for spread in declared]
+        found = self._infer_by_rule(node, declared)
+        operands = {one: self._sharding(one) for one in ir.operands(node) if not ir.is_integer(one)}
+        backs = rings.ring_offsets(node, operands, self.places, self.sizes, len(found))
+        return [replace(one, back=back) for one, back in zip(found, backs, strict=True)]
+
+    def _slice_sharding(self, node: Node) -> InferredSharding:
+        """A slice of what lies as its operand does."""
+        x = cast(Node, node.args[0])
+        given, shape = self._sharding(x), ir.record(x).shape
+        dim, start, length, step = _bounds(node, shape)
+        parts = given.dims[dim]
+        found: Parts | None = None
+        of = given
+        if parts is not None:
+            found = slice_dim(parts, start, length, step, self.sizes, ir.record(node).sharding is None)
+        elif given.pieces is not None and step == 1 and shape[dim] == sum(size for size, _ in given.pieces):
+            of = piece_at(given.pieces, start, length) or replace(given, runs=None, padding={}, filled=False)
+            found = of.dims[0] if len(of.dims) == 1 else None
+        dims = tuple(found if d == dim else other for d, other in enumerate(given.dims))
+        if given.pieces is not None and found is not None:
+            dims = tuple(found if d == dim else () if extent == 1 else None for d, extent in enumerate(shape))
+        return replace(given, dims=dims, runs=of.axis_runs(), pieces=None, padding=of.padding, filled=of.filled, windows={})
+
+    def _cat_sharding(self, node: Node) -> InferredSharding:
+        """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
+        given = [self._sharding(one) for one in ir.operands(node)]
+        waiting = [one.partial for one in given]
+        same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
+        split = {one.axis_runs() for one in given}
+        dims = (None,) * len(ir.record(node).shape)
+        dim = node.args[1] if len(node.args) > 1 else 0
+        pieces = cat_pieces(given, [ir.record(one).shape for one in ir.operands(node)], cast(int, dim))
+        partial, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
+        filled = all(one.filled for one in given)
+        return InferredSharding(
+            dims, partial, runs, pieces, any(one.varies for one in given), filled=filled, back=rings.common_offsets(given)
+        )
+
+    def _check_updates(self, node: Node) -> None:
+        many = node.target in MANY.values()
+        rows = [row for row in node.args if isinstance(row, list | tuple)] if many else [[operand] for operand in node.args[:2]]
+        for operands in zip(*rows, strict=False):
+            tensors = [(one, self._sharding(one)) for one in operands if isinstance(one, Node)]
+            for one, spread in tensors:
+                if spread.partial:
+                    raise Wrong(f"{one} is {partial_text(spread.partial)}: an update takes what has been reduced")
+            first, known = tensors[0]
+            for one, spread in tensors[1:]:
+                if len(spread.dims) == len(known.dims) and not _is_alike(known, spread):
+                    raise Wrong(f"{first} is [{_dims_text(known)}] and {one} is [{_dims_text(spread)}]: an update takes them alike")
+
+    def _infer_by_rule(self, node: Node, declared: Sequence[InferredSharding]) -> Sequence[InferredSharding]:
+        assert self.asked is not None
+        operands = ir.operands(node)
+        tensors = [one for one in operands if not ir.is_integer(one)]
+        given = [self._sharding(one) for one in tensors]
+        unknown = [InferredSharding((None,) * len(spread.dims), varies=True) for spread in declared]
+        numbers = len(tensors) < len(operands) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+        varies = numbers or any(one.varies for one in given)
+        if numbers:
+            given = [replace(one, partial=None) for one in given]
+        rule, deferrals = self.asked.rule(node, tensors, given, declared)
+        names, piece = [str(one) for one in tensors], all(spread.runs is None for spread in declared)
+        if rule is None and deferrals is not None and not piece:
+            _check_whole(node, names, given)
+        if rule is None or deferrals is None:
+            return unknown
+        orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
+        check_sums(node, names, rule, given, self.sizes)
+        found = shardings_by_rule(node, names, rule, deferrals, given, declared, self.sizes)
+        read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
+        made = [_rank_dependent_sharding(one) for one in read] if varies else read
+        goes = check_windows(node, names, rule, given, declared) if rule.windows else [{} for _ in made]
+        return [replace(one, windows=windows) for one, windows in zip(made, goes, strict=True)]
+
+
+def _check_whole(node: Node, names: Sequence[str], given: Sequence[InferredSharding]) -> None:
+    """Raises Wrong for a tile, or a part of a sum, that goes into one of torch's operators that has no rule."""
+    for name, spread in zip(names, given, strict=True):
+        if spelling(node.target).startswith("aten.") and (spread.split_axes() or spread.partial):
+            lies = ", ".join(sorted(spread.split_axes() or spread.partial or ()))
+            told = f"{name} is split or partial over {lies}, and {spelling(node.target)} takes whole values"
+            raise Wrong(f"{told}: no rule says what it makes of tiles")
+
+
+def _call_key(node: Node) -> object:
+    """The same for lines that call one operator of the same values."""
+    return (node.target, repr(node.args), repr(node.kwargs)) if node.all_input_nodes else node
+
+
+def _rank_dependent_sharding(found: InferredSharding) -> InferredSharding:
+    """What stays of a result when a rank's place has gone into its numbers."""
+    dims = tuple(parts if parts is not None and any(part.axes for part in parts) else None for parts in found.dims)
+    return InferredSharding(dims, found.partial or None, varies=True, padding=found.padding, filled=found.filled)
+
+
+def _merge_declared(found: InferredSharding, declared: InferredSharding) -> InferredSharding:
+    """What is known of a value behind its line: what the line says, and where it says nothing, what has been found."""
+    if declared.partial is None:
+        return found
+    held = {axis: value for axis, value in found.padding.items() if axis in declared.padding and value is not None}
+    return replace(declared, padding={**declared.padding, **held})
+
+
+def _fill_unknown_dims(found: InferredSharding, declared: InferredSharding) -> InferredSharding:
+    """What is known of one of several results, whose lines are yet to come."""
+    dims = tuple(told if one is None else one for one, told in zip(found.dims, declared.dims, strict=True))
+    return replace(found, dims=dims, partial=declared.partial if found.partial is None else found.partial)
+
+
+def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """(dim, start, length, step) of a slice of what has this shape; `stage.py` has asked its operator about the arguments."""
+    names = ("dim", "start", "end", "step")
+    given = dict(zip(names, node.args[1:], strict=False)) | {name: node.kwargs[name] for name in names if name in node.kwargs}
+    dim, start, end, step = (given.get(name) for name in names)
+    dim = dim % len(shape) if isinstance(dim, int) else 0
+    size = shape[dim]
+    low, high = (default if not isinstance(bound, int) else bound for bound, default in ((start, 0), (end, size)))
+    low, high = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (low, high))
+    step = step if isinstance(step, int) and step > 0 else 1
+    return dim, low, -(-max(high - low, 0) // step), step
+
+
+def _compare(found: InferredSharding, declared: InferredSharding, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
+    if found.partial is not None and dict(found.partial) != dict(declared.partial or {}):
+        raise Wrong(f"its operator makes it {partial_text(found.partial)}, declared is {partial_text(declared.partial or {})}")
+    moved = declared.has_all_dims and _cuts(found) != _cuts(declared) and _is_moved(found, declared, shape, sizes)
+    for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
+        if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims
+            raise Wrong(f"its operator makes dim {dim} [{dim_text(one)}], declared is [{dim_text(told)}]")
+    split, told_split = found.split_axes(), declared.split_axes()
+    if split is not None and told_split is not None and split != told_split and not moved:
+        made, told_ = (", ".join(sorted(axes)) or "nothing" for axes in (split, told_split))
+        raise Wrong(f"its operator makes it split over {made}, declared is a value split over {told_}")
+    runs, told_runs = found.axis_runs(), declared.axis_runs()
+    if runs is not None and told_runs is not None and not fit_together(runs, told_runs):
+        made, told_ = (", ".join(sorted("/".join(run) for run in some)) for some in (runs, told_runs))
+        raise Wrong(f"its operator makes it split over {made}, in this order, declared is a value split over {told_}")
+
+
+def _check_own_tile(found: InferredSharding) -> None:
+    for axes, back in found.back.items():
+        if back:
+            raise Wrong(f"it is {rings.whose(back, axes)}, and no type says so")
+
+
+def _is_alike(one: InferredSharding, other: InferredSharding) -> bool:
+    return all(a is None or b is None or alike(a, b) for a, b in zip(one.dims, other.dims, strict=True))
+
+
+def _is_moved(found: InferredSharding, declared: InferredSharding, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether one is a view of the other in which tiles of one position stand in other dims; such a dim may be unknown."""
+    unknown = [extent for parts, extent in zip(found.dims, shape, strict=True) if parts is None]
+    if any(extent != 1 for extent in unknown):
+        return False
+    one, other = ([part for part in flat(spread) if not unknown or local_size(part, sizes) != 1] for spread in (found, declared))
+    return run_of(one) == run_of(other)
+
+
+def _cuts(spread: InferredSharding) -> list[list[int]]:
+    return [[part.size for part in dim] for dim in spread.dims if dim is not None]
+
+
+def _dims_text(spread: InferredSharding) -> str:
+    return ", ".join("?" if dim is None else dim_text(dim) for dim in spread.dims)

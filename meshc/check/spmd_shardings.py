@@ -1,0 +1,457 @@
+"""Sharding of the results of `meshc.ir.spmd` functions: collectives, tiles, masks.
+
+    all_reduce(y: "f32[a 4, b 6/tp] partial(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
+    all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
+    shard(y: "f32[a 4, b 6]", 0, 2, coordinate_of_dp)                     gives f32[a 4/dp, b 6]
+    all_gather(y: "f32[a 8/dp/tp]", ["tp", "dp"], 0)                      does not go: tiles lie over dp, then tp
+    all_gather(y: "f32[a 4 * b 6/tp]", ["tp"], 0)                         does not go: a rank has its tile of b four times over
+    broadcast(y: "f32[a 4/dp]", ["dp"], 0)                                does not go: all ranks would have the first one's tile
+    shard(y: "f32[a 4, b 6]", 0, 2, 1)                                    gives every rank the same rows: split over nothing
+
+Of axes between pipeline stages nothing is said: each stage has a graph and values of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Final, cast
+
+import torch
+from torch.fx import Node
+
+from meshc.check.inferred_sharding import UNNAMED, InferredSharding, Parts, dim_text, partial_text, tile
+from meshc.check.orders import check_natural, reorder_dim
+from meshc.check.types import Wrong
+from meshc.check.view_shardings import slice_dim
+from meshc.check.windows import Halo, WindowedDim, check_halo, check_sum
+from meshc.ir import record, spmd
+from meshc.ir.sharding import ZIGZAG, Part, local_size
+from meshc.ir.window import tile_length
+
+aten = torch.ops.aten
+COUNTS_UP: Final = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+Axes = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An integer by which a rank knows its own place: its coordinate on an axis, or the first position (`starts`) or the number of real
+    positions of its tile of something of `size` positions that so many ranks (`counts`) of these axes split, `unit` times; or that of the
+    rank so many places `back`, round the ring of these axes."""
+
+    axes: tuple[str, ...]
+    starts: bool = True
+    size: int | None = None
+    counts: tuple[int, ...] = ()
+    unit: int = 1
+    back: int = 0
+
+    @property
+    def is_own(self) -> bool:
+        return self.unit == 1 and not self.back
+
+    def counts_tiles(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is the rank's number among those along the axes, major to minor."""
+        counts = tuple(sizes[axis] for axis in self.axes)
+        return self.starts and self.unit == 1 and (self.size is None or self.counts == counts and self.size == prod(counts))
+
+
+Places = Mapping[object, Place | None]
+"""What an integer says of a rank's place; None: not known."""
+
+
+def place_of(node: Node, places: Places, sizes: Mapping[str, int]) -> Place | None:
+    """What an integer says of a rank's place, by those that it is computed of; None where it is of a tile of a tile."""
+    if node.target is spmd.coordinate:
+        return Place((str(node.args[0]),))
+    if node.target is spmd.ring_place:
+        return _place_back(node, places, sizes)
+    size, counts, coordinates = cast(tuple[int, Sequence[int], Sequence[object]], node.args)
+    found = [places.get(one) for one in coordinates]
+    if len(found) == 1 and (one := found[0]) is not None and one.size is not None and list(counts) == [2] and size % 2 == 0:
+        return replace(one, unit=one.unit * size // 2)
+    known = [one for one in found if one is not None and one.size is None]
+    axes = tuple(axis for one in known for axis in one.axes)
+    if len(known) != len(found) or len(known) > 1 and any(one.back for one in known):
+        return None
+    return Place(axes, node.target is spmd.tile_start, size, tuple(counts), back=sum(one.back for one in known))
+
+
+def _place_back(node: Node, places: Places, sizes: Mapping[str, int]) -> Place | None:
+    of, steps, ranks = cast(tuple[object, int, int], node.args)
+    place = places.get(of)
+    if place is None or not place.counts_tiles(sizes):
+        return None
+    there = prod(sizes[axis] for axis in place.axes)
+    if ranks != there:
+        raise Wrong(f"it goes round a ring of {ranks} ranks by a place on {'/'.join(place.axes)}, which has {there}")
+    return Place(place.axes, back=(place.back + steps) % ranks)
+
+
+def positions(node: Node, places: Places, sizes: Mapping[str, int]) -> InferredSharding | None:
+    """How what counts up lies: from a number on that all ranks have, or from the start of a rank's tile; None of other lines."""
+    if node.target in COUNTS_UP:
+        (extent,) = record(node).shape
+        return InferredSharding(((Part(UNNAMED, extent),) if extent != 1 else (),), {}, filled=True)
+    if node.target is not aten.add.Tensor or len(node.args) < 2 or node.kwargs:
+        return None
+    x, place = cast(Node, node.args[0]), places.get(node.args[1])
+    if place is None or place.size is None or x.target not in COUNTS_UP:
+        return None
+    counts, extent = tuple(sizes[axis] for axis in place.axes), record(x).shape[0]
+    if not place.starts or not place.is_own or place.counts != counts or tile_length(place.size, counts) != extent:
+        raise Wrong(f"it counts {extent} positions from {node.args[1]} on, which is not where a rank's tile of so many starts")
+    return InferredSharding(((Part(UNNAMED, place.size, place.axes),),), varies=True)
+
+
+def _own_place(number: object, places: Places) -> Place | None:
+    place = places.get(number)
+    return place if place is not None and place.is_own else None
+
+
+def infer_sharding(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    """How the result lies, for arguments that have been checked. What hangs on how tiles are padded is taken from `declared`."""
+    if spmd.joins_stages(node):
+        return InferredSharding((None,) * len(given.dims))
+    return _MOVES[node.target](node, given, declared, places, sizes)
+
+
+def _all_reduce(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
+    axes, how = cast(tuple[Axes, str], node.args[1:])
+    return _reduce_partial(given, axes, how)
+
+
+def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSharding:
+    found = _map_pieces(
+        given, lambda one: replace(one, padding={axis: _padding_after_reduction(held, how) for axis, held in one.padding.items()})
+    )
+    if given.partial is None:
+        return found
+    for axis in axes:
+        if axis != spmd.MICROBATCH and given.partial.get(axis) != how:
+            raise Wrong(f"its operand is not partial over {axis} for a {how}: it is {partial_text(given.partial)}")
+    return replace(found, partial={axis: left for axis, left in given.partial.items() if axis not in axes})
+
+
+def _padding_after_reduction(held: float | None, how: str) -> float | None:
+    """What all ranks' padding comes to that holds this."""
+    return held if held == 0 or how != "sum" else None
+
+
+def _all_gather(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    axes, dim = cast(tuple[Axes, int], node.args[1:])
+    _check_split(given, axes, "gathers")
+    after = _expect_gathered_dim(given, dim, axes, "gathers", sizes)
+    return _with_dim(_map_pieces(given, partial(_remove_axes, axes, "gathers")), given, dim, after, declared)
+
+
+def _reduce_scatter(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    axes, dim, how = cast(tuple[Axes, int, str], node.args[1:])
+    after = _expect_split_dim(given, dim, axes, sizes)
+    return _with_dim(_map_pieces(_reduce_partial(given, axes, how), partial(_add_axes, axes)), given, dim, after, declared)
+
+
+def _all_to_all(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    axes, split, concat = cast(tuple[Axes, int, int], node.args[1:])
+    if split == concat:
+        if declared is not None:
+            raise Wrong(f"it exchanges tiles along dim {split} alone: what a rank has then no type says")
+        return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), runs=given.axis_runs())
+    does = "takes together"
+    less, more = _expect_gathered_dim(given, concat, axes, does, sizes), _expect_split_dim(given, split, axes, sizes)
+    moved = _map_pieces(_map_pieces(given, partial(_remove_axes, axes, does)), partial(_add_axes, axes))
+    found = _with_dim(moved, given, concat, less, declared)
+    return _with_dim(found, found, split, more, declared)
+
+
+def _map_pieces(found: InferredSharding, change: Callable[[InferredSharding], InferredSharding]) -> InferredSharding:
+    """A change of a value, or of all those that travel together in it."""
+    pieces = found.pieces and tuple((size, change(one)) for size, one in found.pieces)
+    return replace(change(found), pieces=pieces)
+
+
+def _remove_axes(axes: Axes, does: str, one: InferredSharding) -> InferredSharding:
+    """What these axes split no more: the last of those that split one part of it, in their order."""
+    runs, gone = one.axis_runs(), tuple(axes)
+    if runs is not None:
+        run = next((run for run in runs if run[-len(gone) :] == gone), None)
+        if run is None:
+            lies = ", ".join(sorted("/".join(run) for run in runs)) or "nothing"
+            raise Wrong(f"it {does} over {', '.join(axes)}, in this order, and its operand is split over {lies}")
+        runs = frozenset({*runs - {run}, run[: -len(gone)]} - {()})
+    padding = {axis: held for axis, held in one.padding.items() if axis not in axes}
+    back = {ring: back for ring, back in one.back.items() if not {*ring} & {*axes}}
+    return replace(_without_dims(one), runs=runs, padding=padding, back=back)
+
+
+def _add_axes(axes: Axes, one: InferredSharding) -> InferredSharding:
+    """What these axes split, too. What was put in so that they could is zero where it is known to be."""
+    runs = one.axis_runs()
+    padding = {**one.padding, **dict.fromkeys(axes, 0.0)} if one.filled else one.padding
+    return replace(_without_dims(one), runs=None if runs is None else runs | {tuple(axes)}, padding=padding)
+
+
+def _without_dims(one: InferredSharding) -> InferredSharding:
+    return replace(one, dims=(None,) * len(one.dims))
+
+
+def _shard(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    dim, tiles, index = cast(tuple[int, int, object], node.args[1:])
+    if isinstance(index, int):
+        return _same_rows(node, given, dim, tiles, index, declared is None, sizes)
+    place = _own_place(index, places)
+    if place is None and declared is None:
+        other = places.get(index)
+        back = {} if other is None else {other.axes: other.back}
+        return replace(_with_dim(replace(given, runs=None), given, dim, None, declared), varies=True, back=back)
+    if place is None or not place.counts_tiles(sizes):
+        raise Wrong(f"{index} is not a rank's number among {tiles}, by which it takes its tile")
+    axes = place.axes
+    if prod(sizes[axis] for axis in axes) != tiles:
+        raise Wrong(f"it takes one of {tiles} tiles by a rank's place on {'/'.join(axes)}, which has {prod(sizes[a] for a in axes)} ranks")
+    after = _expect_split_dim(given, dim, axes, sizes)
+    if declared is not None and spmd.MICROBATCH in axes and spmd.MICROBATCH not in (declared.split_axes() or ()):
+        axes, after = tuple(axis for axis in axes if axis != spmd.MICROBATCH), _expect_microbatch_dim(given, dim, axes, tiles, sizes)
+    back = {} if declared is not None else {**given.back, axes: 0}
+    return _with_dim(_add_axes(axes, replace(given, filled=True, back=back)) if axes else given, given, dim, after, declared)
+
+
+def _same_rows(
+    node: Node, given: InferredSharding, dim: int, tiles: int, index: int, piece: bool, sizes: Mapping[str, int]
+) -> InferredSharding:
+    """The tile of this number, the same on all ranks: a cut."""
+    size = record(cast(Node, node.args[0])).shape[dim]
+    length, parts = -(-size // tiles), given.dims[dim]
+    whole = parts is not None and size % tiles == 0
+    found = slice_dim(cast(Parts, parts), index * length, length, 1, sizes, piece) if whole else None
+    return replace(given, dims=tuple(found if d == dim else other for d, other in enumerate(given.dims)), runs=given.axis_runs())
+
+
+def _keep_first(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
+    if node.args[1] == 0:
+        return given  # on all ranks: it is whole, and no part
+    place = _own_place(node.args[1], places)
+    if place is None or not place.counts_tiles(sizes):
+        if declared is not None:
+            raise Wrong(f"it keeps what the first rank has, and {node.args[1]} is no rank's number")
+        return replace(given, partial=None, padding=padding, varies=True)
+    differs = sorted(({*(given.partial or ())} | (given.split_axes() or frozenset())) & set(place.axes))
+    if differs:
+        told = f"it keeps what the first rank of {', '.join(differs)} has"
+        raise Wrong(f"{told}, and its operand is another on each of these: the rest is lost")
+    if given.partial is None:
+        return replace(given, padding=padding)
+    return replace(
+        given, partial={**given.partial, **{axis: "sum" for axis in place.axes if axis != spmd.MICROBATCH}}, padding=padding
+    )
+
+
+def _same(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
+    return given
+
+
+def _broadcast(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
+    """What one rank has, on all of its group: of a value that ranks have tiles or parts of the rest would be lost."""
+    axes = cast(Axes, node.args[1])
+    split, partial = (given.split_axes() or frozenset()) & set(axes), sorted(set(given.partial or ()) & set(axes))
+    if split:
+        raise Wrong(f"it sends one rank's tile to all of {', '.join(axes)}, and {', '.join(sorted(split))} splits its operand")
+    if partial:
+        raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {partial_text(given.partial or {})}")
+    return given
+
+
+def _mask(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    """What lies behind the real positions of a dim is put in the place of what it was."""
+    dim, count, value = cast(tuple[int, object, float], node.args[1:])
+    check_natural(given, dim, "counts positions")
+    place = _own_place(count, places)
+    if place is None or place.starts:
+        return replace(given, padding={}, varies=True)
+    parts = given.dims[dim]
+    if parts is None and (behind := _viewed_sizes(cast(Node, node.args[0]), place.axes)) and place.size not in behind:
+        split = "/".join(place.axes)
+        raise Wrong(f"it counts the real positions of a tile of {place.size} over {split}, and {split} splits {behind[0]} of its operand's")
+    exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
+    counted = place.counts == tuple(sizes[axis] for axis in place.axes)
+    fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
+    if not fits:
+        told = "" if parts is None else f", which is [{dim_text(parts)}]"
+        tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"
+        raise Wrong(f"it counts the real positions of {tiles} along dim {dim} of its operand{told}")
+    return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
+
+
+def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
+    """Sizes of the parts that these axes split of what is viewed, by its type."""
+    while x.target is aten.reshape.default and record(x).sharding is None:
+        x = cast(Node, x.args[0])
+    sharding = record(x).sharding
+    return [] if sharding is None else [part.size for _, _, part in sharding.parts() if part.axes == tuple(axes)]
+
+
+def _ring_shift(
+    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    """Another rank's tile: no sharding says which."""
+    axes, steps = cast(tuple[Axes, int], node.args[1:])
+    ring = tuple(axes)
+    if declared is not None:
+        raise Wrong("it is another rank's tile, which no type says")
+    ranks = prod(sizes[axis] for axis in ring)
+    return replace(given, varies=True, back={**given.back, ring: (given.back.get(ring, 0) + steps) % ranks})
+
+
+def _order(
+    before: str, after: str, node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
+) -> InferredSharding:
+    axes, dim = cast(tuple[Axes, int], node.args[1:])
+    return reorder_dim(given, dim, axes, before, after, sizes)
+
+
+def _halo(node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]) -> InferredSharding:
+    dim, halo = cast(int, node.args[2]), Halo.of(node, sizes)
+    check_natural(given, dim, "reads neighbours")
+    before, after, sums = given.windows.get(dim), declared.dims[dim] if declared is not None else None, node.target is spmd.halo_sum
+    check_halo(halo, after if sums else given.dims[dim], given.dims[dim] if sums else after)
+    if sums and isinstance(before, WindowedDim):
+        check_sum(halo, before)
+    windows = {**{at: one for at, one in given.windows.items() if at != dim}, **({} if sums else {dim: halo})}
+    return _with_dim(replace(given, runs=None, padding={}, windows=windows), given, dim, None, declared)
+
+
+def _gather_rows(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
+    """Each rank has what it is sent: what splits the new dim is not known."""
+    return InferredSharding((None, *given.dims[:-2], None, given.dims[-1]))
+
+
+def _scatter_rows(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
+    return InferredSharding((*given.dims[1:-2], None, given.dims[-1]))
+
+
+_MOVES: Final[Mapping[object, Callable[..., InferredSharding]]] = {
+    spmd.all_reduce: _all_reduce,
+    spmd.all_gather: _all_gather,
+    spmd.reduce_scatter: _reduce_scatter,
+    spmd.all_to_all: _all_to_all,
+    spmd.broadcast: _broadcast,
+    spmd.ring_shift: _ring_shift,
+    spmd.to_zigzag: partial(_order, "", ZIGZAG),
+    spmd.from_zigzag: partial(_order, ZIGZAG, ""),
+    spmd.halo: _halo,
+    spmd.halo_sum: _halo,
+    spmd.gather_rows: _gather_rows,
+    spmd.scatter_rows: _scatter_rows,
+    spmd.shard: _shard,
+    spmd.mask: _mask,
+    spmd.to_host: _same,
+    spmd.from_host: _same,
+    spmd.keep_first: _keep_first,
+}
+
+
+Checked = Callable[[Parts | None], Parts | None]
+"""What a dim is behind a line, of what is declared; None where nothing says it. Raises Wrong."""
+
+
+def _with_dim(
+    made: InferredSharding, given: InferredSharding, dim: int, after: Checked | None, declared: InferredSharding | None
+) -> InferredSharding:
+    """`made` with the dims of `given`, but for one: what is declared, if that is what is expected."""
+    found = declared.dims[dim] if declared is not None else None
+    if after is not None:
+        found = after(found)
+    return replace(made, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)))
+
+
+def _check_split(given: InferredSharding, axes: Axes, does: str) -> None:
+    split = given.split_axes()
+    if split is not None and not set(axes) <= split:
+        raise Wrong(f"it {does} over {', '.join(sorted(set(axes) - split))}, which does not split its operand: that is split over "
+                    f"{', '.join(sorted(split)) or 'nothing'}")  # fmt: skip
+
+
+def _expect_gathered_dim(given: InferredSharding, dim: int, axes: Axes, does: str, sizes: Mapping[str, int]) -> Checked | None:
+    """That the dim lies as the operand's without these axes: tiles of its major part, over these axes last and in this order."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+    missing = [axis for axis in axes if axis not in _axes(before)]
+    lies = f"along dim {dim}, which is [{dim_text(before)}]"
+    if missing:
+        raise Wrong(f"it {does} over {', '.join(axes)} {lies} and not split over {', '.join(missing)}")
+    place = next((at for at, part in enumerate(before) if list(part.cuts[-len(axes) :]) == list(axes)), None)
+    if place is None:
+        raise Wrong(f"it {does} over {', '.join(axes)}, in this order, {lies}: its tiles lie otherwise")
+    if any(local_size(part, sizes) != 1 for part in before[:place]):
+        raise Wrong(f"it {does} over {', '.join(axes)} {lies}: a rank has its tile of {before[place].factor} more than once there")
+    part = before[place]
+    whole = replace(part, axes=part.axes[: -len(axes)], order=part.order if len(part.axes) > len(axes) else "")
+    after = (*before[:place], whole, *before[place + 1 :])
+    padded = local_size(whole, sizes) != local_size(part, sizes) * prod(sizes[axis] for axis in axes)
+    told = f"its operand's dim {dim} is [{dim_text(before)}], which without {', '.join(axes)} is not"
+    return partial(_match_dim, [after], told, padded)
+
+
+def _expect_split_dim(given: InferredSharding, dim: int, axes: Axes, sizes: Mapping[str, int]) -> Checked | None:
+    """That the dim lies as the operand's with these axes too, behind those that split its major part already."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+    count, found = prod(sizes[axis] for axis in axes), []
+    wanted = -(-tile(before, sizes) // count)
+    for place, part in enumerate(before):
+        after = (*before[:place], replace(part, axes=(*part.axes, *axes)), *before[place + 1 :])
+        rest = tile(before[place + 1 :], sizes)
+        even = local_size(part, sizes) % count == 0
+        if tile(after, sizes) == wanted and (even or rest == 1):
+            found.append(after)
+        if local_size(part, sizes) != 1:
+            break
+    told = f"its operand's dim {dim} is [{dim_text(before)}], which split over {', '.join(axes)} is not"
+    return partial(_match_dim, found, told, not found)
+
+
+def _expect_microbatch_dim(given: InferredSharding, dim: int, axes: Axes, tiles: int, sizes: Mapping[str, int]) -> Checked | None:
+    """Likewise rows of a microbatch, in a step that is the mean of its microbatches: its sizes are one microbatch's."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+    place = next((at for at, part in enumerate(before) if local_size(part, sizes) != 1), 0)
+    rows = (*before[:place], *(replace(part, size=part.size // tiles) for part in before[place : place + 1]), *before[place + 1 :])
+    return partial(_match_dim, [rows], f"its operand's dim {dim} is [{dim_text(before)}], of which a microbatch is not", False)
+
+
+def _match_dim(ways: Sequence[Parts], told: str, unlike: bool, declared: Parts | None) -> Parts | None:
+    """The dim that is declared, if it is one of these; where none is, the only one. `unlike`: what the line makes is none of them yet."""
+    if declared is None:
+        return ways[0] if len(ways) == 1 and not unlike else None
+    if not any(_comparable_parts(way) == _comparable_parts(declared) for way in ways):
+        raise Wrong(f"{told} [{dim_text(declared)}]")
+    return declared
+
+
+def _comparable_parts(parts: Parts) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(part.factor, part.size, part.cuts) for part in parts if part.size != 1 or part.axes]
+
+
+def _axes(parts: Iterable[Part]) -> list[str]:
+    return [cut for part in parts for cut in part.cuts]

@@ -1,0 +1,156 @@
+"""Calibration of the machine at hand (`meshc calibrate`): figures measured, fitted, and stored for `devices.for_mesh`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from meshc import environment
+from meshc.cost import device_fit, microbenchmarks
+from meshc.cost.device_fit import Sample
+from meshc.cost.devices import DTYPES, Device, Efficiency, Link, Processor, device, name_of, names, read_devices, write_devices
+
+INSIDE, BETWEEN = "inside a node", "between nodes"
+"""The links that samples may be of."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What ranks have measured of their links.
+
+    samples     by where they lead (INSIDE, BETWEEN)
+    contention  seconds that computing loses for each that a collective beside it takes alone
+    uneven      how far apart ranks are that have computed for a second (`cost/stage_clock.py`)
+    """
+
+    samples: Mapping[str, Sequence[Sample]]
+    contention: float
+    uneven: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured device, and its figures with how well they fit, as rows of a table."""
+
+    device: Device
+    rows: Sequence[tuple[str, str, str]]
+
+    def table(self) -> str:
+        text = tabulate(self.rows, headers=["", "figure", "fit"], disable_numparse=True)
+        return "\n".join([self.device.source, *(f"  {line}".rstrip() for line in text.splitlines())])
+
+
+def calibrate(hardware: torch.device, measured: Links | None, path: Path) -> Calibration:
+    """Measure a device, with what ranks have measured of its links.
+
+    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's. So does all else of links if
+    nothing is measured.
+    """
+    name = "cpu" if hardware.type == "cpu" else name_of(torch.cuda.get_device_name(hardware))
+    before = _before(name, hardware, path)
+    launch_s = microbenchmarks.overhead(hardware)
+    fitted = {dtype: device_fit.products(microbenchmarks.products(hardware, getattr(torch, dtype)), launch_s) for dtype in DTYPES}
+    products, per_byte_s = {dtype: one for dtype, (one, _) in fitted.items()}, fitted["float32"][1]
+    attention = device_fit.rate([microbenchmarks.attention(hardware)], launch_s).figure / products["float32"].figure
+    memory = device_fit.rate(microbenchmarks.additions(hardware), launch_s)
+    moves = per_byte_s * memory.figure if microbenchmarks.THIN[hardware.type] else before.product_moves
+    samples = measured.samples if measured else {}
+    contention, uneven = (measured.contention, measured.uneven) if measured else (before.contention, before.uneven)
+    rows = [(f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()]
+    rows.append(("products move beside that", f"{moves:.1f} times", ""))
+    rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
+    rows.append(("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)))
+    rows.append(("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""))
+    links, overheads = [], []
+    for where, kept in zip((INSIDE, BETWEEN), before.links, strict=True):
+        if samples.get(where):
+            found, overhead_s, error = device_fit.link(samples[where])
+            overheads.append(overhead_s)
+            ranks = max(sample.ranks for sample in samples[where])
+            rows.append((f"link {where}, {ranks} ranks", _link_text(found), _within(error)))
+        else:
+            found = kept
+            rows.append((f"link {where}", _link_text(found), "not measured"))
+        links.append(found)
+    rows.append(("computing loses beside", f"{100 * contention:.0f} % of what a collective takes", ""))
+    rows.append(("ranks are apart after 10 ms", f"{uneven * 0.01**0.5 * 1e3:.2f} ms", ""))
+    if overheads:
+        rows.append(("a collective's overhead", f"{max(overheads) * 1e6:.1f} us", ""))
+    processor = before.processor
+    if hardware.type != "cpu":
+        processor, row = _on_the_host()
+        rows.append(row)
+    made = replace(
+        before,
+        name=name,
+        flops_per_s={dtype: one.figure for dtype, one in products.items()},
+        memory_Bps=memory.figure,
+        memory_bytes=_memory_bytes(hardware),
+        launch_s=launch_s,
+        collective_s=max(overheads, default=before.collective_s),
+        inside_node=links[0],
+        between_nodes=links[1],
+        host=before.host_link,
+        processor=processor,
+        ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
+        efficiency=Efficiency(attention=attention),
+        contention=contention,
+        uneven=uneven,
+        product_moves=moves,
+        source=_source(hardware),
+    )
+    return Calibration(made, rows)
+
+
+def _on_the_host() -> tuple[Processor, tuple[str, str, str]]:
+    """What this rank has of its host's processors, while the others measure too; and its row of the table. `Device.there` takes cpu's share
+    of these figures, so they are given as peaks of it."""
+    cpu, share = torch.device("cpu"), device("cpu").efficiency
+    launch_s = microbenchmarks.overhead(cpu)
+    memory, (products, _) = (
+        device_fit.rate(microbenchmarks.additions(cpu), launch_s),
+        device_fit.products(microbenchmarks.products(cpu, torch.float32), launch_s),
+    )
+    found = Processor(memory.figure / share.memory, products.figure / share.flops, launch_s)
+    figure = f"{memory.figure / 1e9:.2f} GB/s, {products.figure / 1e9:.1f} GFLOP/s, {launch_s * 1e6:.2f} us"
+    return found, ("operators on the host", figure, _within(max(memory.error, products.error)))
+
+
+def keep(calibration: Calibration, path: Path) -> None:
+    """Write the measured device to a file, beside others that it has."""
+    others = read_devices(path) if path.exists() else {}
+    write_devices({**others, calibration.device.name: calibration.device}.values(), path)
+
+
+def _before(name: str, hardware: torch.device, path: Path) -> Device:
+    known = read_devices(path) if path.exists() else {}
+    if name in known:
+        return known[name]
+    return device(name if name in names() else "h100" if hardware.type == "cuda" else "cpu")
+
+
+def _source(hardware: torch.device) -> str:
+    threads = torch.get_num_threads()
+    what = f"{threads} thread{'s' * (threads > 1)}" if hardware.type == "cpu" else torch.cuda.get_device_name(hardware)
+    return f"measured on {platform.node()}, {what}, torch {torch.__version__}"
+
+
+def _memory_bytes(hardware: torch.device) -> float:
+    """A GPU's memory, or this rank's share of the machine's."""
+    if hardware.type == "cuda":
+        return float(torch.cuda.get_device_properties(hardware).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / environment.local_world_size()
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.1f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s"
+
+
+def _within(error: float) -> str:
+    return f"within {100 * error:.0f} %"

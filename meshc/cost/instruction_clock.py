@@ -1,0 +1,115 @@
+"""Predicted start and seconds of each instruction of one rank; collectives that start within a run overlap it.
+
+    computing   |each 0|each 1 ......|cat|after ..wait..|...|     the reductions of sums begin as each 1 makes the last of their parts;
+    link                    |all_reduce |all_reduce |             what prepares them (cat) takes the rank's time, and counts behind the run
+
+Adding to sums counts behind the run, as if a run made all its parts before it adds the first; so does what computing loses to what starts
+within the run (`contention` of the device). The collectives of the run itself and those that start within it do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from meshc.cost import peak_memory
+from meshc.cost.devices import Device
+from meshc.cost.stage_clock import Seconds, stage_seconds, stage_times
+from meshc.errors import CompileError
+from meshc.ir.mesh import Mesh
+from meshc.program.accumulate import ACCUMULATES, whole_of
+from meshc.program.program import Instruction, PlainProgram, Stage
+
+
+@dataclass(frozen=True)
+class InstructionCost:
+    """What an instruction took, from when on."""
+
+    step: Instruction
+    start_s: float
+    seconds: Seconds
+
+
+def play_instructions(program: PlainProgram, steps: Sequence[Instruction], device: Device) -> Iterator[InstructionCost]:
+    """Messages between stages take a rank no time. Raises CompileError for an instruction that the cost model does not know."""
+    made = {key: size for stage in program.stages.values() for key, size in peak_memory.output_bytes(stage).items()}
+    known: dict[str, Seconds] = {}
+    sums: set[str] = set()
+    due: dict[str, float] = {}
+    within: dict[str, EarlyCollective] = {}
+    now = ran_s = 0.0
+    for position, step in enumerate(steps):
+        stage = program.stages.get(step.stage)
+        takes = Seconds()
+        if step.op == "run" and stage is not None:
+            if any(key in due for key in stage.inputs):
+                takes = stage_seconds(stage.graph, program.mesh, device, arrival_seconds(stage, due, now))
+            else:
+                takes = known[stage.name] if stage.name in known else stage_seconds(stage.graph, program.mesh, device)
+                known[stage.name] = takes
+            within = {one.start.name: one for one in early_collectives(stage, early_starts(program, steps, position), program.mesh, device)}
+            due |= {key: now + one.end_s for one in within.values() for key in one.start.outputs}
+            ran_s = takes.total
+        elif step.op == "start" and stage is not None:
+            alone = stage_seconds(stage.graph, program.mesh, device)
+            lost = device.contention * within[stage.name].overlap_s(ran_s) if stage.name in within else 0.0
+            takes = replace(alone, total=alone.compute + lost)
+        elif step.op in ACCUMULATES:
+            if step.into in sums:  # the first part becomes the sum
+                seconds = device.launch_s + 3 * made[step.value] / device.bytes_per_s
+                takes = Seconds(seconds, {}, seconds)
+            sums.add(step.into)
+        elif step.op == "join":
+            seconds = device.launch_s + 2 * made[step.value] / device.bytes_per_s
+            takes = Seconds(seconds, {}, seconds)
+        elif step.op not in ("send", "recv"):
+            raise CompileError(f"the cost model does not know the instruction {step.op} of the schedule")
+        yield InstructionCost(step, now, takes)
+        now += takes.total
+
+
+def early_starts(program: PlainProgram, steps: Sequence[Instruction], position: int) -> list[Stage]:
+    """What starts within the run at this position."""
+    found = []
+    for behind in range(position + 1, len(steps)):  # by number: a schedule is long, and what is looked at of it short
+        step = steps[behind]
+        if step.op in ("run", "send", "recv"):
+            break
+        if step.op == "start":
+            found.append(program.stages[step.stage])
+    return found
+
+
+@dataclass(frozen=True)
+class EarlyCollective:
+    """When the link has what starts within a run, in seconds from the beginning of the run."""
+
+    start: Stage
+    begin_s: float
+    end_s: float
+
+    def overlap_s(self, run_s: float) -> float:
+        """Seconds of it that are beside the run."""
+        return max(0.0, min(self.end_s, run_s) - self.begin_s)
+
+
+def early_collectives(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device: Device) -> list[EarlyCollective]:
+    if not starts:
+        return []
+    _, made = stage_times(stage.graph, mesh, device)
+    whole = {way[1]: made[value] for key, value in stage.results().items() if (way := whole_of(key)) is not None}
+    found: list[EarlyCollective] = []
+    ready = free = 0.0
+    for start in starts:
+        alone = stage_seconds(start.graph, mesh, device)
+        ready = max([ready, *(whole.get(key, 0.0) for key in start.inputs)]) + alone.compute
+        begin, free = max(ready, free), max(ready, free) + sum(alone.communication.values())
+        found.append(EarlyCollective(start, begin, free))
+    return found
+
+
+def arrival_seconds(stage: Stage, due: Mapping[str, float], now: float) -> dict[Node, float]:
+    """What a stage that begins now waits for, with the seconds until it is there."""
+    return {node: max(due[key] - now, 0.0) for node, key in stage.keys().items() if key in due}

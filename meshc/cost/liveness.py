@@ -1,0 +1,202 @@
+"""Live values of a rank at its memory peak, and the live bytes at each node that it runs; by the walk of `peak_memory.py`.
+
+    bytes |      ___            a value that is there at the peak: from what makes it to what reads it last, in this run of its stage
+          |   __/ ^ \\__         or in a later one
+          |__/         \\___
+           forward  backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.cost import peak_memory
+from meshc.cost.peak_memory import Moment, RankBytes, WalkInputs
+from meshc.ir import Record, sharing
+from meshc.ir.keys import is_a
+from meshc.ir.sharing import Words
+from meshc.pipelining.pipeline_stages import slot
+from meshc.program.accumulate import WHOLES, whole_of
+from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
+from meshc.program.rank_instructions import steps_of
+
+GRADIENTS: Final = ("gradient", "sum")
+"""Kinds of keys that gradients of parameters wait under."""
+BESIDE: Final = "beside"
+"""The key of what collectives on their way hold that is no value's: copies that they send, parts that they join."""
+
+
+class ExecutedNode(NamedTuple):
+    """A node of a stage, which a rank's instruction at this position runs."""
+
+    position: int
+    stage: str
+    node: Node
+
+    @property
+    def record(self) -> Record:
+        """Of a node that makes several values, the first."""
+        return ir.records(self.node)[0]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is there at the peak.
+
+    key      under which it waits between stages; "" of what one run makes and needs
+    bytes    on a rank
+    record   what it is; None of what a program's text does not say
+    made     by what; None of what another rank has made, or what came in
+    until    what reads it last; None: it is there until the call ends
+    gradient  whether it is a parameter's gradient, or on its way to be one
+    """
+
+    key: str
+    bytes: int
+    record: Record | None
+    made: ExecutedNode | None
+    until: ExecutedNode | None
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The rank that needs most.
+
+    holds   what it holds
+    course  at each node that it runs, in order: bytes of what the call has made, and the phase that the node belongs to
+    peak    which of these is the peak, where `values` are there, the largest first
+    """
+
+    holds: RankBytes
+    course: Sequence[tuple[int, str]]
+    peak: int
+    values: Sequence[Value]
+
+
+def peak_liveness(program: PlainProgram, words: Words = sharing.sharing_of, holds: RankBytes | None = None) -> Liveness:
+    """`words`: of each value, what memory it shares; `holds`: what `memory.worst` says, where that is known."""
+    holds = peak_memory.peak_rank(program, words) if holds is None else holds
+    coordinates = {} if program.pipeline is None else {program.pipeline.axis: holds.rank}
+    course: list[tuple[int, str]] = []
+    values: list[Value] = []
+    inside: dict[int, list[tuple[int, str]]] = {}
+    at, phase = 0, ir.PHASES[0]
+    given = WalkInputs(program, words)
+    for moment in peak_memory.moments(program, coordinates, given):
+        waiting = sum(moment.waiting.values())
+        if moment.left is None:
+            added = [(moment.rows, phase)]
+        else:
+            waiting += sum(moment.read.values())
+            added = inside.setdefault(id(moment.left), list(_bytes_and_phases(moment, phase)))
+        if moment.position == holds.peak.step:
+            here = max(range(len(added)), key=lambda index: added[index][0], default=0)
+            at = len(course) + here
+            values = sorted(_live_values(program, coordinates, given, moment, here), key=lambda one: -one.bytes)
+        course += [(waiting + size, which) for size, which in added]
+        phase = course[-1][1] if course else phase
+    return Liveness(holds, course, at, values)
+
+
+def _bytes_and_phases(moment: Moment, phase: str) -> Iterator[tuple[int, str]]:
+    assert moment.walk is not None and moment.left is not None
+    for node, (size, _, _) in zip(moment.walk.nodes, moment.walk.course(moment.left), strict=True):
+        if node.op == "call_function" and ir.has_record(node):
+            phase = ir.records(node)[0].phase
+        yield size, phase
+
+
+def _live_values(
+    program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs, moment: Moment, here: int
+) -> Iterator[Value]:  # fmt: skip
+    """What is there at a node of what one instruction runs."""
+    between = _StageBoundaries(program, steps_of(program, coordinates), given, moment.position)
+    for key, size in moment.waiting.items():
+        if size:
+            yield between.value(key, size)
+    walk, left = moment.walk, moment.left
+    if walk is None or left is None:
+        if moment.rows:
+            yield between.value(moment.step.into, moment.rows)
+        return
+    total, _, joins = next(islice(walk.course(left), here, None))
+    leaving = {walk.home[value]: slot(key, moment.step.microbatch) for key, value in walk.ends}
+    read_by = {walk.home[operand]: node for node in walk.nodes for operand in node.all_input_nodes}
+    for values in walk.kept_together():  # the runtime has their memory for good
+        held = [node for node in values if node not in left.size and walk.size.get(node)]
+        if held:
+            node = max(held, key=walk.size.__getitem__)
+            total -= walk.size[node]
+            yield _computed_value(moment, node, walk.size[node], None, node in left.grown)
+    for node, size in left.size.items():
+        comes = -1 if node.op == "placeholder" else walk.born[node] + (joins > 0)
+        if not size or not comes <= here <= left.last[node]:
+            continue
+        total -= size
+        until = ExecutedNode(moment.position, walk.stage.name, read_by[node]) if node in read_by else None
+        if node.op == "placeholder":
+            one = between.value(slot(walk.entering[node], moment.step.microbatch), size)
+            yield Value(one.key, size, one.record, one.made, until, one.gradient)
+        elif node in leaving:
+            yield _computed_value(moment, node, size, between.last_reader(leaving[node]), node in left.grown, leaving[node])
+        else:
+            yield _computed_value(moment, node, size, until, node in left.grown)
+    beside = total + sum(moment.read.values())
+    if beside:
+        yield Value(BESIDE, beside, None, None, None)
+
+
+def _computed_value(moment: Moment, node: Node, size: int, until: ExecutedNode | None, gradient: bool, key: str = "") -> Value:
+    assert moment.walk is not None
+    at = ExecutedNode(moment.position, moment.walk.stage.name, node)
+    return Value(key, size, at.record, at, until, gradient)
+
+
+class _StageBoundaries:
+    """What makes, before an instruction or in it, and what reads, in it or later, the values that wait between a rank's instructions."""
+
+    def __init__(self, program: PlainProgram, steps: Sequence[Instruction], given: WalkInputs, now: int) -> None:
+        self.program, self.given = program, given
+        self._made: dict[str, tuple[int, Stage, Node]] = {}
+        self._read: dict[str, tuple[int, Stage, Node]] = {}
+        for position, step in enumerate(steps):
+            stage = program.stages.get(step.stage)
+            if step.op not in RUNS or stage is None:
+                continue
+            if position <= now:
+                for key, node in stage.results().items():
+                    if isinstance(node, Node) and ir.has_record(node):
+                        whole = whole_of(key)
+                        self._made[slot(key, step.microbatch) if whole is None else whole[1]] = position, stage, node
+            if position >= now:
+                self._read |= {slot(key, step.microbatch): (position, stage, node) for node, key in stage.keys().items() if node.users}
+
+    def value(self, key: str, size: int) -> Value:
+        made = self._maker(key)
+        return Value(key, size, self._record(key) if made is None else made.record, made, self.last_reader(key), is_a(key, *GRADIENTS))
+
+    def _maker(self, key: str) -> ExecutedNode | None:
+        if key not in self._made:
+            return None
+        position, stage, node = self._made[key]
+        home = node if is_a(key, *WHOLES) else self.given.walk(stage).home[node]  # a whole is apart from its parts
+        return ExecutedNode(position, stage.name, home if ir.has_record(home) else node)
+
+    def _record(self, key: str) -> Record | None:
+        """Of what another rank has sent: as the stage has it that takes it."""
+        _, _, node = self._read.get(key, (0, None, None))
+        return ir.record(node) if node is not None and ir.is_tensor(node) else None
+
+    def last_reader(self, key: str) -> ExecutedNode | None:
+        if key not in self._read:
+            return None
+        position, stage, node = self._read[key]
+        readers = [user for user in node.users if user.op != "output"]
+        return ExecutedNode(position, stage.name, max(readers)) if readers else None

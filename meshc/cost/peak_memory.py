@@ -1,0 +1,486 @@
+"""Bytes that a rank holds in a call, and their peak: a liveness walk over the instructions that it runs.
+
+A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
+share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
+buffers and optimizer state live for ever, and are counted apart, as is what the user sees of them where that is a copy; what a kernel needs
+while it runs is not counted, nor what a compiled region never has in memory (`fused_values.py`). What lies on the host is counted apart,
+by the same walk; what is copied there is on the device until the copy has been waited for, and so is what a collective reads, also where
+it is waited for in another stage (`program/in_flight.py`). A message between pipeline stages counts on its sender until the last
+instruction there that reads it, as if it had left by then; gloo keeps it until the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from types import MappingProxyType
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.cost import region_lifetimes
+from meshc.cost.fused_values import is_fused
+from meshc.cost.storage_owners import producing_call, storage_owner
+from meshc.ir import layouts, sharing, spmd
+from meshc.ir.keys import is_a, name_of
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import local_shape
+from meshc.ir.sharing import Words
+from meshc.ir.trail import compute_tracked, is_tracked, largest
+from meshc.pipelining.pipeline_stages import slot
+from meshc.program import in_flight, packing
+from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
+from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
+from meshc.program.rank_instructions import last_reads, steps_of
+from meshc.program.static_memory import Span, assign_memory, spans
+
+KEPT = ("parameter", "state", "buffer", "constant", "input")
+"""Kinds of ports that are there for the whole call."""
+HOST = "host"
+"""What those of them that lie there count as."""
+DISK = "disk"
+"""What those of them that lie in files there count as."""
+COPY = "copy"
+"""What counts beside them: what the model and the optimizer show of parameters and state that torch's placements cannot describe."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where.
+
+    step  position of the instruction among those of its rank
+    """
+
+    total: int = 0
+    gradients: int = 0
+    at: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank's memory in a call.
+
+    rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
+    kept  bytes of what is there for the whole call, by kind
+    host  bytes on the rank's host, where that is most: what is there for the whole call, and offloaded values
+    disk  bytes in files there
+    """
+
+    rank: int
+    kept: Mapping[str, int]
+    peak: Peak
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.kept.values()) + self.peak.total
+
+
+def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
+    """Bytes on each rank, padding included."""
+    shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
+    return prod(shape) * port.dtype.itemsize
+
+
+def copy_bytes(port: Port, mesh: Mesh) -> int:
+    """Bytes of the DTensor that the user sees, where it cannot be the program's buffer but is a copy in torch's layout; else 0."""
+    if port.kind not in ("parameter", "state") or port.sharding is None or layouts.shares_memory(port.sharding, mesh):
+        return 0
+    return prod(layouts.largest_chunk(port.shape, layouts.torch_placements(port.sharding, mesh), mesh)) * port.dtype.itemsize
+
+
+def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
+    """Bytes on a rank that are no padding, on average."""
+    tiles = 1 if port.sharding is None else prod(sizes[axis] for axis in port.sharding.split_axes())
+    return prod(port.shape) * port.dtype.itemsize / tiles
+
+
+def runs(program: PlainProgram) -> Counter[str]:
+    """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
+    pipeline = program.pipeline
+    lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
+    return Counter(step.stage for steps in lists for step in steps if step.op in RUNS)
+
+
+def updates(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(parameter, gradient) of each parameter that an optimizer's operator updates."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "meshc":
+        return
+    arguments = [argument.name for argument in node.target._schema.arguments[:2]]
+    if arguments == ["params", "grads"]:
+        yield from zip(node.args[0], node.args[1], strict=True)  # type: ignore[arg-type]
+    elif arguments == ["param", "grad"]:
+        yield node.args[0], node.args[1]  # type: ignore[misc]
+
+
+def output_bytes(stage: Stage, host: bool | None = None, cpu: bool = False) -> dict[str, int]:
+    """Bytes of each tensor that a stage gives, by key, whatever storage it shares; with `host`, of what lies there, or not there, and 0 of
+    others. `cpu`: of ranks whose device is the host."""
+    return {
+        key: _bytes_in_pool(value, ir.record(value), host, cpu)
+        for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
+    }  # fmt: skip
+
+
+def _bytes_in_pool(made_by: Node, one: ir.Record, host: bool | None, cpu: bool) -> int:
+    """Of a rank whose device is the host, that is a pool of copies alone: what operators make there has the device's memory."""
+    there = one.host and not (cpu and ir.runs_on_host(made_by))
+    return ir.local_bytes(one) if host is None or there == host else 0
+
+
+def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, int]:
+    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key; `host` as of `output_bytes`."""
+    found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.host) else 0 for port in program.inputs}
+    for stage in program.stages.values():
+        for key, size in output_bytes(stage, host, _is_host_device(program)).items():
+            op, whole = whole_of(key) or ("", key)
+            found.setdefault(whole, size * (program.microbatches if op == "join" else 1))
+    return found
+
+
+def _is_host_device(program: PlainProgram) -> bool:
+    """Whether a rank's device is the host."""
+    return program.mesh.device_type == "cpu"
+
+
+def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
+    """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
+    found = []
+    given, offloaded = WalkInputs(program, words), WalkInputs(program, words, host=True) if uses_host(program) else None
+    for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
+        coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
+        kept: Counter[str] = Counter()
+        for port in program.inputs:
+            if port.kind in KEPT and program.owns(port.key, coordinates):
+                there = DISK if port.disk else HOST if port.host else None
+                kept[there or port.kind] += port_bytes(port, program.axis_sizes)
+                if copied := copy_bytes(port, program.mesh):
+                    kept[there or COPY] += copied
+        disk, host = kept.pop(DISK, 0), kept.pop(HOST, 0) + (0 if offloaded is None else _peak(program, coordinates, offloaded).total)
+        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host, disk))
+    return found
+
+
+def uses_host(program: PlainProgram) -> bool:
+    """Whether anything lies on the host."""
+    return any(spmd.is_host_copy(node.target) for stage in program.stages.values() for node in stage.graph.nodes)
+
+
+def peak_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> RankBytes:
+    """The rank that needs most."""
+    return max(by_rank(program, words), key=lambda one: one.total)
+
+
+def peak(program: PlainProgram) -> Peak:
+    """The peak over one call; of a pipeline, on the rank that needs most in all."""
+    return peak_rank(program).peak
+
+
+class WalkInputs:
+    """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk.
+    It is of what lies on the device, or on the host."""
+
+    def __init__(self, program: PlainProgram, words: Words, host: bool = False) -> None:
+        self.words, self.host, self.cpu = words, host, _is_host_device(program)
+        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage, host, self.cpu).items()}
+        self.sizes = value_bytes(program, host)
+        self._walks: dict[str, StageLiveness] = {}
+
+    def walk(self, stage: Stage) -> StageLiveness:
+        if stage.name not in self._walks:
+            self._walks[stage.name] = StageLiveness(stage, self.words, self.host, self.cpu)
+        return self._walks[stage.name]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An instruction in which a rank makes values.
+
+    position  among those of its rank
+    waiting   bytes of what waits between stages meanwhile, by key, and `read` of what collectives read that are on their way between them:
+              as long as the walk stands here
+    walk, left  the stage that runs, and what this run of it holds; None where rows are joined
+    rows      bytes of these
+    """
+
+    position: int
+    step: Instruction
+    waiting: Mapping[str, int]
+    read: Mapping[str, int]
+    walk: StageLiveness | None = None
+    left: RunLiveness | None = None
+    rows: int = 0
+
+    @property
+    def peak(self) -> Peak:
+        waiting = sum(self.waiting.values())
+        if self.left is None:  # all are there, and are copied into one
+            return Peak(waiting + self.rows, 0, f"rows of {name_of(self.step.into)} joined", self.position)
+        grown = sum(size for key, size in self.waiting.items() if is_a(key, "gradient", "sum"))
+        inside = self.left.peak
+        return Peak(waiting + sum(self.read.values()) + inside.total, inside.gradients + grown, inside.at, self.position)
+
+
+def moments(program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs) -> Iterator[Moment]:
+    """One rank's list of instructions, those that make values. What it has received is there from the posting of the receive."""
+    steps = steps_of(program, coordinates)
+    carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    sizes, made = given.sizes, given.made
+    read: dict[str, int] = {}  # bytes that collectives read which are on their way between stages, by their keys
+    walked: dict[tuple[object, ...], RunLiveness] = {}
+    for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
+        if step.op in RUNS:
+            stage = program.stages[step.stage]
+            freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
+            summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)
+            arriving = {key: read.pop(at) for key in stage.inputs if (at := slot(key, step.microbatch)) in read}
+            case = stage.name, summed, frozenset(freed.items()), frozenset(arriving.items())
+            if case not in walked:
+                walked[case] = given.walk(stage).peak(freed, summed, arriving)
+            left = walked[case]
+            yield Moment(position, step, carried, read, given.walk(stage), left)
+            carried.update((slot(key, step.microbatch), size) for key, size in left.values.items())
+            read.update((slot(key, step.microbatch), size) for key, size in left.read.items())
+        elif step.op in ACCUMULATES:
+            carried.pop(step.value, None)
+            carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
+        elif step.op == "join":
+            carried.pop(step.value, None)
+            rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
+            if rows >= sizes[step.into]:
+                yield Moment(position, step, carried, read, rows=rows)
+        elif step.op == "recv":
+            carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
+        for key in last if step.op == "send" else ():
+            carried.pop(key, None)
+
+
+def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs) -> Peak:
+    """The peak of one rank's list of instructions."""
+    best = Peak()
+    for moment in moments(program, coordinates, given):
+        peak = moment.peak
+        best = peak if peak.total > best.total else best
+    return best
+
+
+@dataclass(frozen=True)
+class RunLiveness:
+    """What a run of a stage holds.
+
+    values  bytes of each value that it makes and another may read, by key
+    read    bytes that are there for what it leaves on its way, until that has been waited for, by the key of that
+    size    bytes of each value that comes and goes;  last  the position at which it goes;  grown  those that are gradients of parameters
+    beside  first and last position of bytes that are no value's
+    alive   bytes that are there before the first node, `growing` of them gradients'
+    peak    inside the stage
+    """
+
+    values: Mapping[str, int]
+    read: Mapping[str, int]
+    size: Mapping[Node, int]
+    last: Mapping[Node, int]
+    grown: Collection[Node]
+    beside: Sequence[tuple[int, int, int]]
+    alive: int
+    growing: int
+    peak: Peak = field(default_factory=Peak)
+
+
+class StageLiveness:
+    """A stage, and what of its values does not differ from run to run.
+
+    home   the node that made a value's storage;  size  of those that are made here
+    born   the position from which each is there;  last  that of the last node that reads it
+    ends   what the stage gives, with its key
+    host   whether it is about what lies on the host;  cpu  whether the device is the host
+    kept   values that lie in memory which the stage has for good, with their bytes;  kept_when  their spans;  kept_bytes  what
+           such memory has of bytes
+    beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
+    leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
+    """
+
+    def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False, cpu: bool = False) -> None:
+        self.stage, self.nodes, self.entering = stage, list(stage.graph.nodes), stage.keys()
+        self.home: dict[Node, Node] = {}
+        self.size: dict[Node, int] = {}
+        self.born: dict[Node, int] = {}
+        self.last: dict[Node, int] = {}
+        self.ends: list[tuple[str, Node]] = []
+        self.beside: list[tuple[int, int, int]] = []
+        self.joining: dict[int, int] = {}
+        self.leaving: dict[str, Node] = {}
+        self.sent: dict[str, int] = {}
+        self.host = host
+        inside = packing.pieces(stage.graph, words)
+        joined = {piece.whole for piece in inside.values()}
+        first: dict[Node, Node] = {}  # the first value made in the memory of each
+        for position, node in enumerate(self.nodes):
+            self.last[node] = self.born[node] = position
+            if node.op == "output":
+                self.ends = [(key, value) for key, value in zip(stage.outputs, node.args[0], strict=True) if isinstance(value, Node)]
+                continue
+            whole = inside[node].whole if node in inside else node
+            if (call := producing_call(node)) is not None:
+                self.home[node], self.born[node], self.last[call] = node, self.born[call], position
+                self.size[node] = _bytes_in_pool(node, ir.record(node), host, cpu)
+                self.size[call] -= self.size[node]
+                continue
+            if whole in joined:
+                self.home[node] = first.setdefault(whole, node)
+            else:
+                self.home[node] = self.home.get(storage_owner(node, words), node)
+            if self.home[node] is node:
+                made = node.op == "call_function" and ir.has_record(node)
+                self.size[node] = _allocated_bytes(node, whole, host, cpu) if made else 0
+            for operand in node.all_input_nodes:
+                self.last[self.home[operand]] = position
+        self._apply_region_lifetimes()
+        self._extend_in_flight()
+        self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
+        self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
+        kept = spans(stage.graph, words)
+        self.kept = {first.get(node, node): ir.local_bytes(ir.record(node)) for node in kept}
+        self.kept_when = tuple(kept.values())
+        self.kept_bytes = partial(_assigned_bytes, self.kept_when)
+
+    def _apply_region_lifetimes(self) -> None:
+        """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
+        place = {node: index for index, node in enumerate(self.nodes)}
+        for piece, reader in region_lifetimes.bucket_piece_readers(self.nodes).items():
+            bucket = self.home[piece.all_input_nodes[0]]
+            self.last[bucket] = max(self.last[bucket], place[reader])
+        kernels = region_lifetimes.fused_recomputes(self.nodes)
+        over: dict[Node, set[Node]] = {}
+        for node, other in kernels.items():
+            home = self.home[node]
+            self.last[home] = max(self.last[home], place[other])
+            alone = {self.home[operand] for operand in region_lifetimes.reusable_operands(node, other)}
+            over[other] = over.get(other, alone) & alone
+        for other, homes in over.items():
+            dying = [home for home in homes if self.size.get(home) and self.last[home] == place[other]]
+            if dying:
+                self.last[min(dying, key=place.__getitem__)] -= 1
+
+    def _extend_in_flight(self) -> None:
+        """What is read by something on its way is there until that has been waited for."""
+        place = {node: index for index, node in enumerate(self.nodes)}
+        arriving = [node for node, key in self.entering.items() if is_a(key, "early")]
+        until = in_flight.waits(self.nodes, arriving)
+        self.arrived = {self.entering[node]: place[until[node]] for node in arriving if node in until}
+        leaving = {value: [key] for key, value in self.ends if is_a(key, "early")}
+        for node in self.nodes:
+            if node.op != "call_function" or not (spmd.is_collective(node.target) or spmd.is_host_copy(node.target)):
+                continue
+            waited = place[until[node]] if node in until and node not in leaving else len(self.nodes)
+            if in_flight.holds_operand(node):
+                home = self.home[node.all_input_nodes[0]]
+                self.last[home] = max(self.last[home], waited - 1)
+                self.leaving |= {key: home for key in leaving.get(node, ())}
+            if not self.host:
+                if size := in_flight.sent_bytes(node):
+                    self.sent |= dict.fromkeys(leaving.get(node, ()), size)
+                    self.beside.append((place[node], waited - 1, size))
+                if size := in_flight.merged_bytes(node):
+                    self.joining[waited] = largest(self.joining.get(waited, 0), size)
+
+    def peak(self, freed: Mapping[str, int], summed: bool, arriving: Mapping[str, int] = MappingProxyType({})) -> RunLiveness:
+        """The peak inside the stage, and what it leaves.
+
+        freed     bytes of inputs that nobody reads later, by key: each is gone after its last use here
+        summed    whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+        arriving  bytes beside inputs that are on their way, by key: gone once these have been waited for
+        """
+        size, last, gradients = dict(self.size), dict(self.last), set(self.gradients)
+        for node, key in self.entering.items():
+            if node in size:
+                size[node] = freed.get(key, 0)
+        results: dict[Node, list[str]] = {}
+        for key, value in self.ends:
+            if not (summed and is_added(key)):
+                results.setdefault(self.home[value], []).append(key)
+                last[self.home[value]] = len(self.nodes) - 1
+                if is_a(key, "gradient"):
+                    gradients.add(value)
+        grown = {self.home[node] for node in gradients if node in self.home}
+        alive, growing = sum(freed.values()) + sum(arriving.values()), 0
+        held = {node: size.pop(node, 0) for node in self.kept}  # the runtime has this memory for good
+        alive += compute_tracked(self.kept_bytes, *self.kept.values(), *held.values())
+        growing += compute_tracked(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
+        beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
+        leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
+        read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
+        left = RunLiveness(leaves, read, size, last, grown, beside, alive, growing)
+        return replace(left, peak=self._highest(left))
+
+    def kept_together(self) -> list[list[Node]]:
+        """Values that the stage keeps, those of one piece of memory together."""
+        kept = list(self.kept)
+        return [[kept[value] for value in values] for values in assign_memory(self.kept_when, list(self.kept.values()))]
+
+    def course(self, left: RunLiveness) -> Iterator[tuple[int, int, int]]:
+        """At each node the most that is there: bytes, those of them that are gradients', and those that results of collectives take that
+        are joined before the node's own are there. Each value comes where it is made and goes after its last use."""
+        size, alive, growing = left.size, left.alive, left.growing
+        coming, dying = defaultdict[int, list[Node]](list), defaultdict[int, list[Node]](list)
+        for node in size:
+            coming[self.born[node] if node.op != "placeholder" else -1].append(node)
+            dying[left.last[node]].append(node)
+        change: Counter[int] = Counter()  # before each position
+        for first, until, more in left.beside:
+            change[first] += more if first >= 0 else 0
+            change[until + 1] -= more
+        for position in range(len(self.nodes)):
+            alive += change[position]
+            joined = alive + self.joining.get(position, 0), growing, self.joining.get(position, 0)
+            for new in coming[position]:
+                alive += size[new]
+                growing += size[new] if new in left.grown else 0
+            yield joined if joined[2] and joined[0] >= alive else (alive, growing, 0)
+            for dead in dying[position]:
+                alive -= size[dead]
+                growing -= size[dead] if dead in left.grown else 0
+
+    def _highest(self, left: RunLiveness) -> Peak:
+        most, gradients, at = 0, 0, -1
+        course = list(self.course(left))
+        if any(is_tracked(alive) for alive, _, _ in course):
+            return Peak(*_tracked_peak([alive for alive, _, _ in course], [growing for _, growing, _ in course]))
+        for position, (alive, growing, _) in enumerate(course):
+            if alive > most:
+                most, gradients, at = alive, growing, position
+        return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
+
+
+def _assigned_bytes(when: Sequence[Span], *numbers: int) -> int:
+    """Bytes of the memory in which values lie one after another. `numbers`: by which they are laid there, and those of each that count."""
+    sizes, counting = numbers[: len(when)], numbers[len(when) :]
+    return sum(max(counting[value] for value in values) for values in assign_memory(when, sizes))
+
+
+def _tracked_peak(alive: Sequence[int], growing: Sequence[int]) -> tuple[int, int]:
+    """Of numbers that are followed: which is largest is no matter then, nor where."""
+    return largest(0, *alive), compute_tracked(_beside_largest, *alive, *growing)
+
+
+def _beside_largest(*numbers: int) -> int:
+    """Of two rows of equal length, what stands in the second where the first has its largest."""
+    count = len(numbers) // 2
+    return numbers[count + max(range(count), key=numbers.__getitem__)]
+
+
+def _allocated_bytes(node: Node, whole: Node, host: bool, cpu: bool) -> int:
+    """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
+    return 0 if is_fused(node) else sum(_bytes_in_pool(whole, one, host, cpu) for one in ir.records(whole))
+
+
+def _place(stage: Stage, node: Node) -> str:
+    found = ir.records(node)[0].source if ir.has_record(node) and ir.records(node) else None
+    where = f" at {found}" if found is not None and str(found) else ""
+    return f"{node.name}{where}" + (f", stage {stage.name}" if stage.name != "main" else "")

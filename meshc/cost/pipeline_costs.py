@@ -1,0 +1,70 @@
+"""Predicted seconds of pipeline actions and messages between stages, from the per-rank graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import link_of, send_seconds
+from meshc.cost.peak_memory import output_bytes
+from meshc.cost.stage_clock import stage_seconds
+from meshc.ir import local_bytes, record
+from meshc.ir.keys import is_a
+from meshc.ir.mesh import Mesh
+from meshc.pipelining.pipeline_stages import STAGE_NAMES, Pipeline
+from meshc.pipelining.timing import Costs
+from meshc.program.accumulate import whole_of
+from meshc.program.program import Stage
+
+
+def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
+    """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device.
+
+    What a half adds to sums over microbatches, or joins, counts with it, for each microbatch the same: the first has nothing to add to.
+    """
+    device = device or for_mesh(mesh)
+    ops = {name: op for op, name in STAGE_NAMES.items()}
+    seconds = {}
+    for stage in stages.values():
+        kind, _, number = stage.name.rpartition("_")
+        if kind in ops:
+            parts = [(way[0], size) for key, size in output_bytes(stage).items() if (way := whole_of(key)) is not None]
+            taken_in_s = sum(accumulation_s(op, size, pipeline.schedule.microbatches, device) for op, size in parts)
+            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + taken_in_s
+    sizes = flow_bytes(stages)
+    wire = link_of(mesh, [pipeline.axis], device)
+    sends = {
+        link: (len(keys) - 1) * wire.latency_s + send_seconds(sum(sizes[key] for key in keys), wire)
+        for link, keys in pipeline.messages.items()
+    }
+    return Costs(seconds, sends)
+
+
+def accumulation_s(op: str, size: float, microbatches: int, device: Device) -> float:
+    """Seconds a microbatch of adding a part of so many bytes to its sum, on average: the first has nothing to add to. Or of joining it."""
+    if op == "join":
+        return device.launch_s + 2 * size / device.bytes_per_s
+    return (1 - 1 / max(microbatches, 1)) * (device.launch_s + 3 * size / device.bytes_per_s)
+
+
+def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
+    """Bytes on a rank of each value that stages hand on, for one microbatch; 0 of those that lie on its host."""
+    found = {}
+    for stage in stages.values():
+        for key, node in stage.results().items():
+            if is_a(key, "flow"):
+                found[key] = 0 if record(node).host else local_bytes(record(node))
+    return found
+
+
+def saved_bytes(stages: Mapping[str, Stage], count: int) -> list[int]:
+    """Bytes that each stage keeps of one microbatch between its forward and its backward."""
+    sizes = flow_bytes(stages)
+    found = []
+    for stage in range(count):
+        late = [stages[name] for name in (f"backward_{stage}", f"input_{stage}", f"weight_{stage}") if name in stages]
+        read = {key for one in late for key in one.inputs if is_a(key, "flow")}
+        made = {key for one in late for key in one.outputs}
+        here = set(stages[f"forward_{stage}"].outputs) | set(stages[f"forward_{stage}"].inputs)
+        found.append(sum(sizes[key] for key in (read - made) & here))
+    return found

@@ -1,0 +1,32 @@
+"""Predicted seconds of one call of a program: the sum over its schedule or, of a pipeline, its timeline.
+
+Stages of one rank do not overlap, but for collectives that start early; and all ranks are equally fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshc.cost.call_timeline import predict_timeline
+from meshc.cost.devices import Device
+from meshc.cost.instruction_clock import play_instructions
+from meshc.cost.stage_clock import Seconds, stage_seconds
+from meshc.program.program import PlainProgram
+from meshc.program.rank_instructions import ranks_of, steps_of
+
+__all__ = ["Seconds", "program_seconds", "stage_seconds"]
+
+
+def program_seconds(program: PlainProgram, device: Device) -> Seconds:
+    """One call of a program. Of a pipeline: the whole call, and what the rank does in it that is busy longest.
+
+    Raises CompileError for an instruction that it does not know.
+    """
+    ranks = [
+        sum((took.seconds for took in play_instructions(program, steps_of(program, rank), device)), Seconds()) for rank in ranks_of(program)
+    ]
+    if program.pipeline is None:
+        return ranks[0]
+    most = max(ranks, key=lambda one: one.total)
+    total = predict_timeline(program, device).call_s
+    return replace(most, total=total, idle=total - most.total)

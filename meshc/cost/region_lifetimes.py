@@ -1,0 +1,117 @@
+"""Live ranges of values in compiled regions, where they differ from the order of lines.
+
+    with region(3):                               what a backend's generated code does
+        w1 = reshape(slice(bucket, 1, 0, 8))      is copied before its first reader, or read where it lies, and not where its line stands:
+        w2 = reshape(slice(bucket, 1, 8, 16))     the bucket stays until the last of its pieces has been read
+        ...
+        a_1 = silu(h); g1 = mm(t(a_1), gy)        what is recomputed of h is made with what else is made of h, in one kernel: a_1 and gh are
+        gh = silu_backward(gy_a, h)               there at once, although a_1 could be gone by then; gh lies where gy_a lay, which nothing
+                                                  reads after it
+
+Seen in what Inductor generates (docs/decisions/memory-of-programs.md): copies of pieces are kernels of their own, which are
+ordered by who reads them, and pointwise kernels over the same operands are fused if none waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.cost.fused_values import is_fused, is_pointwise
+from meshc.ir.regions import region_of
+from meshc.program import packing
+from meshc.program.bucket import is_copy
+
+
+def bucket_piece_readers(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Of copies out of a bucket that a region reads, what reads them last there. `nodes`: of a stage, in order."""
+    place = {node: turn for turn, node in enumerate(nodes)}
+    found = {}
+    for node in nodes:
+        if region_of(node) is not None and is_copy(node):
+            inside = [reader for reader in _readers(node) if region_of(reader) == region_of(node)]
+            found[node] = max(inside, key=place.__getitem__, default=node)
+    return found
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads a value, in whatever way it looks at it."""
+    for user in node.users:
+        if region_of(user) == region_of(node) and packing.is_view(user) and not is_copy(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def fused_recomputes(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Of pointwise values that are recomputed, and lie in memory, the last line of their region that is made in the same kernel."""
+    found: dict[Node, Node] = {}
+    regions: dict[int, list[Node]] = defaultdict(list)
+    for node in nodes:
+        number = region_of(node)
+        if number is not None:
+            regions[number].append(node)
+    for members in regions.values():
+        if any(_is_recomputed(node) for node in members):
+            found |= _region_fusions(members)
+    return found
+
+
+def reusable_operands(again: Node, other: Node) -> Iterator[Node]:
+    """What a kernel that makes both lines may write the other's result over: operands of it alone that their region makes, as large."""
+    for operand in _in_memory(other) - _in_memory(again):
+        inside = operand.op == "call_function" and region_of(operand) == region_of(other)
+        if inside and ir.is_tensor(operand) and _is_as_large(operand, other):
+            yield operand
+
+
+def _is_recomputed(node: Node) -> bool:
+    return is_pointwise(node) and ir.records(node)[0].again and not is_fused(node)
+
+
+def _region_fusions(members: Sequence[Node]) -> dict[Node, Node]:
+    reads = {node: _in_memory(node) for node in members if is_pointwise(node) and not is_fused(node)}
+    by_operand: dict[Node, list[Node]] = defaultdict(list)
+    for node, operands in reads.items():
+        for operand in operands:
+            by_operand[operand].append(node)
+    place = {node: turn for turn, node in enumerate(members)}
+    found = {}
+    for node in filter(_is_recomputed, reads):
+        behind = _dependents(node, members)
+        alike = {other for operand in reads[node] for other in by_operand[operand] if _is_as_large(other, node)}
+        later = [other for other in alike if place[other] > place[node] and other not in behind]
+        if later:
+            found[node] = max(later, key=place.__getitem__)
+    return found
+
+
+def _in_memory(node: Node) -> frozenset[Node]:
+    """What a kernel reads for a value: through views, and what is never in memory."""
+    found: set[Node] = set()
+    work = list(node.all_input_nodes)
+    while work:
+        operand = work.pop()
+        if operand.op == "call_function" and region_of(operand) == region_of(node) and (packing.is_view(operand) or is_fused(operand)):
+            work += operand.all_input_nodes
+        else:
+            found.add(operand)
+    return frozenset(found)
+
+
+def _dependents(node: Node, members: Sequence[Node]) -> set[Node]:
+    """What of the region waits for a product, or the like, that is made of a node."""
+    with_it, waits = {node}, set[Node]()
+    for other in members:
+        if any(operand in waits for operand in other.all_input_nodes):
+            waits.add(other)
+        elif any(operand in with_it for operand in other.all_input_nodes):
+            (with_it if is_pointwise(other) or packing.is_view(other) else waits).add(other)
+    return waits
+
+
+def _is_as_large(one: Node, other: Node) -> bool:
+    return ir.local_bytes(ir.records(one)[0]) == ir.local_bytes(ir.records(other)[0])

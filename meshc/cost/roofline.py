@@ -1,0 +1,281 @@
+"""Predicted seconds of one operator of a per-rank program: a roofline over its local shapes.
+
+    seconds = max(flops / rate of its dtype + product_moves * moving, moving) + launch
+    moving  = bytes read and written / memory bandwidth
+
+Operands and results are each read or written once: what a composite operator (attention, an optimizer's update of all parameters) makes
+inside is not memory traffic of its own. Views and integers take nothing. In a compiled region, lines whose values are made for one another
+are one kernel (`fused_values.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson:
+Roofline (CACM 52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van
+de Geijn: Anatomy of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are
+slower by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeAlias, cast
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.cost.devices import Device
+from meshc.cost.flops import COUNTS, flops
+from meshc.cost.fused_values import is_fused
+from meshc.cost.sequential_kernels import kernels, operand_shares
+from meshc.ir import spmd
+from meshc.ir.trail import compute_tracked, largest, smallest
+from meshc.ops.attention_block import rows_that_see
+from meshc.ops.attention_spans import spans
+from meshc.program import packing
+
+GATHERS: Final[Mapping[str, int]] = {
+    "aten.embedding": 0, "aten.index_select": 0, "aten.gather": 0, "aten.index.Tensor": 0, "meshc.take": 0,
+}  # fmt: skip
+"""Operators that read of this operand as many elements as they make."""
+
+MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty", "aten.empty_permuted", "aten.empty_strided")
+
+ATTENTION: Final = (
+    "meshc.attention", "meshc.attention_backward", "meshc.attention_block", "meshc.attention_block_backward",
+    "meshc.attention_zigzag", "meshc.attention_zigzag_backward",
+    "meshc.explicit_attention", "meshc.explicit_attention_backward", "meshc.explicit_attention_bias_backward",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an operator takes, and would take if those of its values that grow had `times` their size.
+
+    work_s   of its multiplications and additions; they grow if any of its values does
+    fixed_s  of moving the values that do not grow;  grown_s  of those that do
+    apart    how often they are moved while nothing is multiplied
+    """
+
+    work_s: float = 0.0
+    fixed_s: float = 0.0
+    grown_s: float = 0.0
+    launch_s: float = 0.0
+    grows: bool = False
+    apart: float = 0.0
+
+    def seconds(self, times: float = 1.0) -> float:
+        moving_s = self.fixed_s + self.grown_s * times
+        return largest(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
+
+
+FREE: Final = Price()
+
+Grows: TypeAlias = Callable[[Node, int], bool]
+"""Whether a result of a node grows."""
+
+
+def grows_never(node: Node, index: int) -> bool:
+    """What grows, where nothing does."""
+    return False
+
+
+def seconds(node: Node, device: Device) -> float:
+    """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, for collectives and copies (`cost.links`)."""
+    return price(node, device).seconds()
+
+
+def price(node: Node, device: Device, grows: Grows = grows_never) -> Price:
+    """The same, by what of it grows."""
+    if node.op != "call_function" or ir.is_getitem(node) or not _runs(node):
+        return FREE
+    if spmd.is_collective(node.target) or spmd.is_host_copy(node.target):
+        return FREE
+    if device.host is not None and ir.runs_on_host(node):
+        device = device.there
+    rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
+    fixed, grown = _traffic_bytes(node, grows)
+    launch_s = 0.0 if is_fused(node) else device.launch_s * kernels(node, device.host is None)
+    work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
+    grown_any = grows is not grows_never and any(grows(*value) for value in _values(node))
+    return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, grown_any, product_moves(node, device))
+
+
+def _values(node: Node) -> Iterator[tuple[Node, int]]:
+    """What an operator reads, and makes."""
+    yield from map(ir.value_of, ir.operands(node))
+    yield from ((node, index) for index in range(len(ir.records(node))))
+
+
+def product_moves(node: Node, device: Device) -> float:
+    """How often a product moves its operands and results while it does not multiply; 0 for other operators."""
+    return device.product_moves if ir.op_name(node) in COUNTS and ir.op_name(node) not in ATTENTION else 0.0
+
+
+def moved_bytes(node: Node) -> float:
+    """Bytes that one node's operator reads and writes in memory."""
+    return sum(_traffic_bytes(node, grows_never))
+
+
+def _traffic_bytes(node: Node, grows: Grows) -> tuple[float, float]:
+    """Bytes that are read and written: of values that do not grow, and of those that do."""
+    written = _overwritten(node)
+    name = ir.op_name(node)
+    made = [] if written or name in MAKE_NOTHING else list(map(ir.local_bytes, ir.records(node)))
+    moved = {False: 0.0, True: 0.0}
+    for index, size in enumerate([] if is_fused(node) else made):
+        moved[grows(node, index)] += size
+    parts = operand_shares(node)
+    picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
+    for operand in dict.fromkeys(ir.operands(node)):
+        if operand is picked:  # as many rows as are made
+            moved[grows(node, 0)] += smallest(sum(made), _read_bytes(operand))
+        else:
+            moved[grows(*ir.value_of(operand))] += _read_bytes(operand) * parts.get(operand, 1.0)
+    for operand in written:
+        moved[grows(*ir.value_of(operand))] += _bytes(operand)
+    return moved[False], moved[True]
+
+
+def _runs(node: Node) -> bool:
+    """Whether a node makes a rank do anything beyond arithmetic with integers and looking at memory in another way."""
+    if _overwritten(node):
+        return True
+    return not (packing.is_view(node) or all(one.dtype is None for one in ir.records(node)))
+
+
+def _overwritten(node: Node) -> list[Node]:
+    """The operands that an operator writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[Node] = []
+    for place in _written_arguments(node.target):
+        given = node.args[place] if place < len(node.args) else ()
+        found += given if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
+    return found
+
+
+@cache
+def _written_arguments(target: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Places of the arguments that an operator writes into. (A schema is read for each question from scratch.)"""
+    rows = enumerate(target._schema.arguments)
+    return tuple(place for place, row in rows if row.alias_info is not None and row.alias_info.is_write)
+
+
+def _bytes(value: Node) -> int:
+    producer, index = ir.value_of(value)
+    return ir.local_bytes(ir.records(producer)[index]) if ir.has_record(producer) else 0
+
+
+def _read_bytes(value: Node) -> int:
+    """Bytes behind an operand: of an expanded view no more than what it looks at, of what is never in memory none."""
+    size = _bytes(value)
+    while packing.is_view(value) and not ir.is_getitem(value):
+        value = value.all_input_nodes[0]
+        size = smallest(size, _bytes(value))
+    return 0 if is_fused(value) else size
+
+
+def _dtype(node: Node) -> torch.dtype:
+    """In which an operator computes: its first operand's, or else its result's."""
+    for value in (*ir.operands(node), node):
+        producer, index = ir.value_of(value)
+        found = ir.records(producer)[index].dtype if ir.has_record(producer) else None
+        if found is not None and found.is_floating_point:
+            return found
+    return torch.float32
+
+
+def _work(node: Node, device: Device) -> float:
+    count = flops(node)
+    return count * _visible_share(node, device.attention_keys) if count and ir.op_name(node) in ATTENTION else count
+
+
+def _visible_share(attention: Node, block: int) -> float:
+    """The part of the scores that attention's kernels compute, which go through `block` keys at once; what a mask that is given as a tensor
+    leaves out is not known before it is there.
+
+    Where the tile of the queries begins differs by rank: the last one sees most, and the others wait for it.
+    """
+    given = arguments_by_name(attention)
+    queries, keys = ir.record(given["q"]).shape[2], ir.record(given["k"]).shape[2]
+    if "keys_of" in given:
+        return 0.5  # on every rank two pairs of halves of four
+    if not given["causal"] or not queries * keys:
+        return 1.0
+    if given.get("first") is not None and given["real"] is not None:
+        return compute_tracked(
+            _share_of_block_scores, given["window"], queries, keys, block, *(number for at in _places(given) for number in at)
+        )
+    start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
+    return compute_tracked(_share_of_scores, queries, keys, given["window"], given["offset"] + start, block)
+
+
+def arguments_by_name(node: Node) -> dict[str, Any]:
+    """An operator's arguments by name, those that the call leaves out too."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**given, **{argument.name: value for argument, value in zip(schema, node.args, strict=False)}, **node.kwargs}
+
+
+def _share_of_scores(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+    return scores_computed(queries, keys, window, offset, block) / (queries * keys)
+
+
+def scores_computed(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+    """How many scores kernels compute that go through `block` keys at once."""
+    seen = 0.0
+    for rows, parts in spans(queries, keys, window, offset):
+        for part in parts:
+            wide = part.keys.stop - part.keys.start
+            seen += (rows.stop - rows.start) * (min(wide, (wide + block) / 2) if part.how == "causal" else wide)
+    return seen
+
+
+def _share_of_block_scores(window: int, queries: int, keys: int, block: int, *places: int) -> float:
+    """`places`: pairs, of all ranks."""
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return max(_block_scores(window, queries, block, *at) for at in pairs) / (queries * keys)
+
+
+def _block_scores(window: int, queries: int, block: int, at: int, real: int) -> float:
+    """Of one block of a ring, `real` of whose positions are keys, by queries of which the first stands at the block's key `at`."""
+    rows = rows_that_see(queries, real, window, at)
+    return scores_computed(rows.stop - rows.start, real, window, at + rows.start, block)
+
+
+def _places(given: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Where the first query stands in a block's keys, and how many of these are real, on the ranks of a ring: those that have less to do
+    wait for the one that has most."""
+    found = set()
+    for place in range(_ranks(given["start"], given["first"])):
+        start, first, real = (_number_at(given[name], place) for name in ("start", "first", "real"))
+        found.add((start + given["offset"] - first, real))
+    return found
+
+
+def _number_at(number: object, place: int) -> int:
+    """A number of a tile, on the rank at this place of the one axis that it is of."""
+    if not isinstance(number, Node):
+        assert isinstance(number, int)
+        return number
+    if number.target is spmd.coordinate:
+        return place
+
+    def at(item: object) -> object:
+        return [at(one) for one in item] if isinstance(item, list | tuple) else _number_at(item, place)
+
+    return number.target(*map(at, number.args))  # type: ignore[operator]
+
+
+def _ranks(*numbers: object) -> int:
+    """How many ranks there are along the axis that numbers of tiles are of; 1 if they are of none."""
+    found = [1]
+    for number in numbers:
+        if not isinstance(number, Node) or number.target is spmd.coordinate:
+            continue
+        if number.target is spmd.ring_place:
+            found.append(cast(int, number.args[2]))
+        else:
+            _, counts, places = cast(tuple[int, Sequence[int], Sequence[object]], number.args)
+            alone = isinstance(places[0], Node) and places[0].target is spmd.coordinate
+            found.append(counts[0] if alone else _ranks(*places))
+    return max(found)

@@ -1,0 +1,48 @@
+"""Ownership checks of folders: nobody but this user and root can write there, by owners and modes."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where meshc keeps what it can make again: `MESHC_CACHE`, or `~/.cache/meshc`."""
+    return Path(os.environ.get("MESHC_CACHE") or Path.home() / ".cache" / "meshc")
+
+
+def refusal(folder: Path) -> str | None:
+    """Why what lies there may be somebody else's; None if it cannot be. Makes the folder if there is none."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        real = folder.resolve(strict=True)
+        for place in (real, *real.parents):
+            found = place.stat()
+            above = place != real and bool(found.st_mode & stat.S_ISVTX)  # in /tmp everybody may write, and move only what is his
+            fault = open_to_others(found) if not above else None
+            if fault is not None:
+                return f"{place} {fault}"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def open_to_others(found: os.stat_result) -> str | None:
+    """Whether another user than this one and root may change it."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (uid {found.st_uid})"
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w"
+    return None
+
+
+def _is_private(group: int) -> bool:
+    """A group of this user's own, as most systems give each: of the user's name, without other members; or root's."""
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name in (user, "root") and set(entry.gr_mem) <= {user, "root"}

@@ -1,0 +1,28 @@
+"""Error messages of plans: all faults at once, each with the user's line and a suggestion.
+
+Who finds them: `reader.py` what cannot be read, `plan.py` and `recipes.py` what the mesh has not, `passes/place/annotate.py` and
+`pins.py` what the model has not.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from meshc.errors import PlanError
+
+SHOWN: Final = 50
+"""Faults of one message."""
+
+
+def refuse_faults(what: str, faults: Sequence[str]) -> None:
+    if faults:
+        more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise PlanError(f"{what}:" + "".join(f"\n  {fault}" for fault in faults[:SHOWN]) + more)
+
+
+def suggest(word: str, words: Iterable[str]) -> str:
+    known = list(words)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(known)})"

@@ -1,0 +1,163 @@
+"""Memory report of a rank: bytes by kind, over the call, and the largest values at the peak."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from meshc import ir
+from meshc.cost import peak_memory
+from meshc.cost.divided_work import collapse_layers
+from meshc.cost.liveness import BESIDE, ExecutedNode, Liveness, Value, peak_liveness
+from meshc.program.program import PlainProgram
+from meshc.report.memory_drawing import draw_memory
+from meshc.report.tables import bytes_text, placement, share_text, table
+
+LARGEST: Final = 10
+NAMES: Final = {
+    "parameter": "parameters", "state": "optimizer state", peak_memory.COPY: "copies in torch's layout", "buffer": "buffers",
+    "constant": "constants", "input": "inputs",
+}  # fmt: skip
+"""What is there for the whole call, by the kind of port."""
+
+
+def memory_table(program: PlainProgram, budget: int | None = None) -> str:
+    """`budget`: bytes that a rank may hold, where the user has said so."""
+    ranks = peak_memory.by_rank(program)
+    most = max(ranks, key=lambda one: one.total)
+    found = peak_liveness(program, holds=most)
+    of = "" if program.pipeline is None else f", rank {most.rank} of {program.pipeline.axis}"
+    lines = [_by_kind(program, ranks, most, budget)]
+    if drawing := draw_memory(found, budget):
+        lines += ["", f"memory over a call{of}", *(f"  {line}" for line in drawing)]
+    if found.values:
+        lines += ["", largest(found)]
+    return "\n".join(lines)
+
+
+def _by_kind(program: PlainProgram, ranks: Sequence[peak_memory.RankBytes], most: peak_memory.RankBytes, budget: int | None) -> str:
+    peak, kept = most.peak, most.kept
+    waste: dict[str, float] = defaultdict(float)
+    coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
+    for port in program.inputs:
+        if port.kind in peak_memory.KEPT and not port.host and program.owns(port.key, coordinates):
+            waste[port.kind] += peak_memory.port_bytes(port, program.axis_sizes) - peak_memory.real_bytes(port, program.axis_sizes)
+    rows = [(text, bytes_text(kept[kind]), share_text(waste[kind], kept[kind])) for kind, text in NAMES.items() if kept.get(kind)]
+    if peak.total:
+        if peak.gradients:
+            rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
+        rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
+    rows.append(("together", bytes_text(most.total), share_text(sum(waste.values()), sum(kept.values()))))
+    if budget is not None:
+        rows.append(("the budget", bytes_text(budget), ""))
+    if most.host:
+        rows.append(("on the host, beside that", bytes_text(most.host), ""))
+    if most.disk:
+        rows.append(("on its disk", bytes_text(most.disk), ""))
+    whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
+    lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
+    if peak.at:
+        lines.append(f"  peak at {peak.at}")
+    if program.pipeline is not None:
+        lines.append(f"  together by rank: {', '.join(bytes_text(one.total) for one in ranks)}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the largest values
+
+
+class LayerGroupKey(NamedTuple):
+    """What equal layers, and microbatches, have in common of a value."""
+
+    lies: str
+    made: str
+    line: str
+    until: str
+
+    @classmethod
+    def of(cls, value: Value, called: Callable[[str], str]) -> LayerGroupKey:
+        """`called`: what a module's path is shown as."""
+        return cls(_lies(value), _producer_text(value, called), _line(value), _until(value, called))
+
+
+def fold_layers(values: Sequence[Value]) -> list[tuple[LayerGroupKey, list[Value]]]:
+    """Equal layers and microbatches as one, what takes most in all first. Where there is but one, it is called by its name."""
+    groups: dict[LayerGroupKey, list[Value]] = {}
+    for value in values:
+        groups.setdefault(LayerGroupKey.of(value, collapse_layers), []).append(value)
+    found = []
+    for alike, those in groups.items():
+        names = {LayerGroupKey.of(value, str) for value in those}
+        found.append((names.pop() if len(names) == 1 else alike, those))
+    return sorted(found, key=lambda item: -bytes_of(item[1]))
+
+
+def largest(found: Liveness) -> str:
+    """A table of what a call has made and has not dropped at the peak."""
+    rows = [(bytes_text(bytes_of(values)), len(values), *alike) for alike, values in fold_layers(found.values)]
+    text = table(
+        rows[:LARGEST], ["bytes/rank", "count", "value", "made by", "at", "read last by"],
+        f"largest at the peak, of {bytes_text(bytes_of(found.values))} that the call has made by then (equal layers as one)",
+    )  # fmt: skip
+    further = _further(fold_layers(found.values)[LARGEST:])
+    return f"{text}\n  and {' '.join(further)}" if further else text
+
+
+def _further(rows: Sequence[tuple[LayerGroupKey, list[Value]]]) -> tuple[str, str] | None:
+    """What is not shown one by one."""
+    count = sum(len(values) for _, values in rows)
+    return (bytes_text(sum(bytes_of(values) for _, values in rows)), f"in {count} other{'s' * (count > 1)}") if rows else None
+
+
+def lines_of(found: Liveness, most: int = 5) -> list[str]:
+    """The first rows of that table, as errors have them."""
+    rows = fold_layers(found.values)
+    lines = [
+        f"{bytes_text(bytes_of(values)):>8} {f'{len(values)} x' if len(values) > 1 else '':>5} {', '.join(filter(None, alike[:3]))}"
+        for alike, values in rows[:most]
+    ]
+    return [*lines, *([f"{further[0]:>8} {'':>5} {further[1]}"] if (further := _further(rows[most:])) else [])]
+
+
+def bytes_of(values: Sequence[Value]) -> int:
+    return sum(value.bytes for value in values)
+
+
+def _lies(value: Value) -> str:
+    one = value.record
+    if value.key == BESIDE:
+        return "copies that collectives send or join"
+    if one is None or one.dtype is None:
+        return ""
+    own = value.bytes if value.made is None else sum(map(ir.local_bytes, ir.records(value.made.node)))
+    if value.gradient and value.bytes > own:
+        return "gradients, reduced together"
+    return f"{str(one.dtype).removeprefix('torch.')} {placement(one.sharding, one.shape)}{' and others beside it' * (value.bytes > own)}"
+
+
+def _producer_text(value: Value, called: Callable[[str], str]) -> str:
+    if value.key == BESIDE:
+        return ""
+    if value.made is not None:
+        return _by(value.made, called)
+    where = "" if value.record is None else called(value.record.source.module)
+    return ", ".join(word for word in ("another rank", where) if word)
+
+
+def _line(value: Value) -> str:
+    source = None if value.record is None else value.record.source
+    return "" if source is None or not source.file else f"{source.file.rsplit('/', 1)[-1]}:{source.line}"
+
+
+def _until(value: Value, called: Callable[[str], str]) -> str:
+    if value.until is not None:
+        return _by(value.until, called)
+    return "" if value.key == BESIDE else "the end of the call"
+
+
+def _by(place: ExecutedNode, called: Callable[[str], str]) -> str:
+    """`backward mm, model.layers.*.mlp.down_proj`."""
+    one = place.record
+    words = ir.op_name(place.node).split(".")
+    return ", ".join(word for word in (f"{one.phase} {words[min(1, len(words) - 1)]}", called(one.source.module)) if word)

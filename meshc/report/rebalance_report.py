@@ -1,0 +1,97 @@
+"""Report of `program.rebalance`: imbalance of each layer before and after, and the experts that moved.
+
+    experts, by what the busiest rank has in multiples of the mean: moved in 1 of 2 layers
+      layer                       experts  ranks  before  after  moved  a rank gets
+      --------------------------  -------  -----  ------  -----  -----  -----------------------
+      model.layers.0.mlp.experts  8        2      1.84    1.02   4      3.1 MB
+      model.layers.1.mlp.experts  8        2      1.03                  stays: 1.01 at best
+
+With `Options(expert_copies=)` a column more says how many copies there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshc.cost import expert_balance
+from meshc.cost.expert_balance import ExpertPlacement
+from meshc.report.tables import bytes_text, table
+
+
+@dataclass(frozen=True)
+class LayerRebalance:
+    """Of one layer. `before`, `best` and `after` are what the rank with most has to do, in multiples of the mean over ranks.
+
+    path    of the layer's experts
+    spread  where each expert lies from now on, and which have copies: slots and places are the first rank's, then the second's, and so on
+    groups  ranks among which they are split
+    best    what was found; `after` is that where experts have moved, and `before` where they stay
+    changed whether anything has been done
+    moved   experts that have another rank now
+    bytes   what the rank that gets most was sent, parameters and optimizer state
+    """
+
+    path: str
+    spread: ExpertPlacement
+    groups: int
+    before: float
+    best: float
+    after: float
+    changed: bool = False
+    moved: int = 0
+    bytes: int = 0
+
+    @property
+    def copies(self) -> int:
+        """How many copies of experts there are from now on, over all ranks."""
+        return sum(slot >= 0 for slot in self.spread.copies)
+
+
+@dataclass(frozen=True)
+class Report:
+    """By layer, in the model's order."""
+
+    layers: tuple[LayerRebalance, ...]
+
+    @property
+    def moved(self) -> bool:
+        """Whether any expert lies, or has copies, on other ranks now."""
+        return any(one.changed for one in self.layers)
+
+    @property
+    def bytes(self) -> int:
+        """What the rank that gets most was sent, over all layers."""
+        return sum(one.bytes for one in self.layers)
+
+    def __str__(self) -> str:
+        return text(self.layers)
+
+
+def plan_layer_move(
+    path: str, loads: Sequence[float], now: ExpertPlacement, groups: int, least: float, spare: int, sent: Callable[[Sequence[int]], int]
+) -> LayerRebalance:
+    """Where the experts of a layer are to lie, `now` where they do: they move, or get copies in `spare` places of each group, if what the
+    busiest group has falls by more than `least` of it, or if more places have copies now. sent: what the rank that gets most is sent if
+    they lie so."""
+    wanted = expert_balance.balance_experts(loads, now, groups, spare)
+    before, best = (expert_balance.imbalance(loads, spread, groups) for spread in (now, wanted))
+    if before - best <= least * before and now.spare(groups) <= spare:
+        return LayerRebalance(path, now, groups, before, best, before)
+    each = expert_balance.sizes_of(len(now.slots), groups)[0]
+    moved = sum(one // each != other // each for one, other in zip(now.slots, wanted.slots, strict=True))
+    return LayerRebalance(path, wanted, groups, before, best, best, True, moved, sent(wanted.slots) if moved else 0)
+
+
+def text(layers: Sequence[LayerRebalance]) -> str:
+    changed, copied = sum(one.changed for one in layers), any(one.spread.copies for one in layers)
+    title = f"experts, by what the busiest rank has in multiples of the mean: moved in {changed} of {len(layers)} layers"
+    heads = ["layer", "experts", "ranks", *(["copies"] if copied else []), "before", "after", "moved", "a rank gets"]
+    return table([_row(one, copied) for one in layers], heads, title)
+
+
+def _row(one: LayerRebalance, copied: bool) -> list[str]:
+    known = [one.path, str(len(one.spread.slots)), str(one.groups), *([str(one.copies)] if copied else []), f"{one.before:.2f}"]
+    if one.changed:
+        return [*known, f"{one.after:.2f}", str(one.moved), bytes_text(one.bytes)]
+    return [*known, "", "", f"stays: {one.best:.2f} at best"]

@@ -1,0 +1,104 @@
+"""Allow-list of the operators that a program's text may name, with their names.
+
+    aten.mm, aten.add.Tensor       an ATen operator; `.default` is left out, other overloads stand after a dot
+    meshc.attention                one of meshc's own operators (registered by importing `meshc`)
+    mylib.my_rmsnorm               an operator of a library that whoever reads the text has allowed (`libraries.py`)
+    all_reduce, shard, ...         the functions of `meshc.ir.spmd`
+    getitem                        one result of an operator that has several
+
+`operators.txt` lists the first two kinds name by name: what the compiler can emit, and nothing else that a namespace holds. So a text
+cannot name what touches files, the process or the generator (programs draw by `meshc.random`), what reads memory as it is told to
+(`as_strided`, `_reshape_alias`, `set_`, `resize_`), what writes into operands, or kernels that only other kernels call.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from meshc.errors import ArtifactError
+from meshc.ir import spmd
+from meshc.ir.functions import Function, Target
+from meshc.private import OpOverload, OpOverloadPacket
+from meshc.text import libraries
+
+FUNCTIONS: Final[dict[str, Function]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}
+OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text(encoding="ascii").split())
+"""Names of the ATen operators and of meshc's own that a program may hold."""
+
+_NAME: Final = re.compile(r"([A-Za-z_]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
+LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/operators.txt), {', '.join(sorted(FUNCTIONS))}"
+
+
+@cache
+def refusal(target: Target) -> str | None:
+    """Why a callable may not stand in a program's text, or None if it may; of a user's library, if its reader has allowed that."""
+    if not isinstance(target, OpOverload):
+        return None if any(target is function for function in FUNCTIONS.values()) else "it is no operator"
+    if spelling(target) in OPERATORS:
+        return None
+    schema = target._schema
+    if torch.Tag.nondeterministic_seeded in target.tags or any("Generator" in str(argument.type) for argument in schema.arguments):
+        return "it draws from torch's generator; programs draw by meshc.random"
+    if target.namespace in libraries.OWN:
+        return "saved programs do not hold it"
+    if target.namespace in libraries.TORCHS:
+        return f"operators of {target.namespace} are not listed"
+    return "it writes into its operands" if schema.is_mutable else None
+
+
+def spelling(target: Target) -> str:
+    """The name of any callable, listed or not: `aten.mm`, `aten.add.Tensor`, `all_reduce`, `torch.nn.functional.linear`."""
+    if isinstance(target, OpOverload):
+        return str(target).removesuffix(".default")
+    if isinstance(target, OpOverloadPacket):
+        return str(target)
+    for name, function in FUNCTIONS.items():
+        if function is target:
+            return name
+    if isinstance(target, str):
+        return target
+    module = getattr(target, "__module__", None) or "builtins"
+    return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+@cache
+def name_of(target: Target) -> str:
+    """The name that `resolve` turns into `target`. Raises ArtifactError for a callable that is not listed."""
+    why = refusal(target)
+    if why is not None:
+        raise ArtifactError(f"the operator {spelling(target)} is not on the allow-list: {why}; {LISTED}")
+    return spelling(target)
+
+
+def resolve(name: str) -> Function:
+    """The operator of this name. Raises ArtifactError, with what is allowed, for a name that is not listed."""
+    match = _NAME.fullmatch(name)
+    if match is not None and not libraries.is_allowed(match[1]):
+        if match[1] in libraries.TORCHS:
+            raise ArtifactError(f"the operator {name} is not on the allow-list: operators of {match[1]} are not listed; {LISTED}")
+        raise ArtifactError(libraries.forbidden(name))
+    return _resolve_name(name)
+
+
+@cache
+def _resolve_name(name: str) -> Function:
+    found = FUNCTIONS.get(name) or _overload(name)
+    why = "there is no such operator" if found is None else refusal(found)
+    if found is None or why is not None:
+        raise ArtifactError(f"the operator {name} is not on the allow-list: {why}; {LISTED}")
+    return found
+
+
+def _overload(name: str) -> OpOverload | None:
+    match = _NAME.fullmatch(name)
+    if match is None or match[3] == "default":
+        return None
+    packet = getattr(getattr(torch.ops, match[1]), match[2], None)
+    found = getattr(packet, match[3] or "default", None) if isinstance(packet, OpOverloadPacket) else None
+    return found if isinstance(found, OpOverload) else None
