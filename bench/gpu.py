@@ -89,7 +89,7 @@ def compiled(shape: dict[str, int], ids: torch.Tensor, backend: str, policy: str
     model = model_of(shape, ids.device.type)
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     mesh = init_device_mesh(ids.device.type, (1,), mesh_dim_names=("dp",))
-    options = meshc.Options(remat=policy, cuda_graph=graph)
+    options = meshc.Options(remat=policy, debugging=meshc.Debugging(cuda_graph=graph))
     program = meshc.compile(step, mesh, kwargs={"input_ids": ids, "labels": ids}, backend=backend, options=options)
     return Contender(lambda: program(input_ids=ids, labels=ids), peak_memory.peak_rank(program.compiled).total)
 

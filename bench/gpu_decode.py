@@ -60,7 +60,7 @@ def static(shape: dict[str, int], device: str) -> Generate:
 def compiled(shape: dict[str, int], device: str, backend: str, graph: bool) -> Generate:
     model = model_of(shape, device)
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("tp",))
-    program = meshc.compile(model, mesh, backend=backend, options=meshc.Options(cuda_graph=graph))
+    program = meshc.compile(model, mesh, backend=backend, options=meshc.Options(debugging=meshc.Debugging(cuda_graph=graph)))
     return generates(program)
 
 

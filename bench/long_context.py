@@ -27,10 +27,14 @@ LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576)
 STORED = "store params, grads, state"
 WHOLE = f"cp={RANKS}"
 WAYS = {
-    "ring": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="ring")),
-    "gather": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="gather")),
+    "ring": (WHOLE, f"cp: seq; {STORED}", meshc.Options(sequence=meshc.SplitSequence(attention="ring"))),
+    "gather": (WHOLE, f"cp: seq; {STORED}", meshc.Options(sequence=meshc.SplitSequence(attention="gather"))),
     "Ulysses": (WHOLE, f"cp: heads@attention > seq; {STORED}", meshc.Options()),
-    "both": ("cp=4,hp=2", f"cp: seq; {STORED}\nhp: heads@attention > seq; {STORED}", meshc.Options(attention="ring")),
+    "both": (
+        "cp=4,hp=2",
+        f"cp: seq; {STORED}\nhp: heads@attention > seq; {STORED}",
+        meshc.Options(sequence=meshc.SplitSequence(attention="ring")),
+    ),
 }
 
 

@@ -106,7 +106,9 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule, _, count = plan.partition("-")
     step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
-    options = meshc.Options(schedule=schedule if count else None, remat=contender.remat, memory_budget=contender.budget)
+    options = meshc.Options(
+        pipeline=meshc.Pipelining(schedule=schedule if count else None), remat=contender.remat, memory_budget=contender.budget
+    )
     backend = "inductor" if contender.compiled else "eager"
     text = contender.way or (None if count or plan in ("cp", "ep") else plan)
     examples = workload.batches(1)[0] if text is not None and "*" in text else {}  # how far heads go is known when it is traced

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
         train = meshc.TrainStep(model, optimizer=optimizer, clip_grad_norm=1.0, microbatches=options.microbatches)
-        step = program = meshc.compile(train, mesh, options=meshc.Options(schedule=options.schedule))
+        step = program = meshc.compile(train, mesh, options=meshc.Options(pipeline=meshc.Pipelining(schedule=options.schedule)))
     else:
         step = plain_step(model, optimizer)
 

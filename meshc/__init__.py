@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from meshc.api.compile import TrainStep, compile
     from meshc.api.first_values import init_weights
     from meshc.api.handle import Program
-    from meshc.api.options import Options
     from meshc.api.prefetching import prefetch
     from meshc.api.pretrained import load_pretrained
     from meshc.api.rule_registration import register_rule
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from meshc.api.verification import verify
     from meshc.ir.mesh import Mesh
     from meshc.optimizer.registered_updates import register_update
+    from meshc.options import Debugging, Experts, LocalInputs, Options, Pipelining, SplitSequence, Training
     from meshc.plan.plan import Plan
 
 __all__ = [
@@ -42,18 +42,24 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "DeadlockError",
+    "Debugging",
+    "Experts",
     "FileError",
     "InputError",
+    "LocalInputs",
     "MeshcError",
     "Mesh",
     "Options",
     "PeerError",
+    "Pipelining",
     "Plan",
     "PlanError",
     "Program",
     "ScheduleError",
+    "SplitSequence",
     "StateError",
     "TrainStep",
+    "Training",
     "VerifyError",
     "__version__",
     "compile",
@@ -71,7 +77,6 @@ _PLACES: Final = {
     "compile": "meshc.api.compile",
     "init_weights": "meshc.api.first_values",
     "Program": "meshc.api.handle",
-    "Options": "meshc.api.options",
     "load_pretrained": "meshc.api.pretrained",
     "prefetch": "meshc.api.prefetching",
     "register_rule": "meshc.api.rule_registration",
@@ -79,6 +84,7 @@ _PLACES: Final = {
     "register_update": "meshc.optimizer.registered_updates",
     "verify": "meshc.api.verification",
     "Mesh": "meshc.ir.mesh",
+    **dict.fromkeys(("Debugging", "Experts", "LocalInputs", "Options", "Pipelining", "SplitSequence", "Training"), "meshc.options"),
     "Plan": "meshc.plan.plan",
 }
 

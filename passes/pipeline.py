@@ -44,7 +44,8 @@ def _calls(*targets: object) -> Callable[[LoweredProgram], bool]:
 def _has_stages(lowered: LoweredProgram) -> bool:
     """Whether there is a pipeline to cut, or options about one that the pass notes to have no effect."""
     request = lowered.request
-    return request.mesh.pipeline_axis is not None or any((request.schedule, request.pp_splits, request.stages_per_rank))
+    given = request.options.pipeline
+    return request.mesh.pipeline_axis is not None or any((given.schedule, given.splits, given.stages_per_rank))
 
 
 CAPTURE: Final[Pass[CompilationPhase, TracedModel]] = Pass("capture", imported("trace.capture_model:capture"))

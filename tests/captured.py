@@ -65,17 +65,17 @@ class Captured:
         self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
     def program(self, mesh: str, plan: str | Plan | None = None, **changes: Any) -> PlainProgram:
-        """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
+        """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches) or options."""
         try:
             return self._program(mesh, plan, **changes)
         except Unequal:  # all layers then, as `meshc.compile` does
-            self.request = replace(self.request, depth="whole")
+            self.request = self.request.having(depth="whole")
             with torch.set_grad_enabled(self.train):
                 self.traced = compile_program.trace(self.request)
             return self._program(mesh, plan, **changes)
 
     def _program(self, mesh: str, plan: str | Plan | None, **changes: Any) -> PlainProgram:
-        own = self.traced.copy_for_request(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
+        own = self.traced.copy_for_request(self.request.having(mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})
         with torch.set_grad_enabled(self.train):
             left = compile_program.lower_by_plan(compile_program.update_and_factorize(own))

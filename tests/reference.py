@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import meshc
+from meshc.options import GROUPS
 
 ROOT: Final = Path(meshc.__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "reference.md"
@@ -59,7 +61,8 @@ def page() -> str:
     kinds = {name: getattr(meshc, name) for name in names}
     errors = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Exception)]
     parts = [HEAD]
-    for name in [name for name in names if name not in errors]:
+    after_options = {kind.__name__: ("Options", kind.__name__) for kind in GROUPS.values()}
+    for name in sorted((name for name in names if name not in errors), key=lambda name: after_options.get(name, (name, ""))):
         parts += _entry(f"meshc.{name}", kinds[name])
     parts += ["## Errors\n", *(f"- `meshc.{name}`: {_one_line(kinds[name])}" for name in errors), ""]
     for module in MODULES:
@@ -87,7 +90,8 @@ def _entry(name: str, value: Any, level: str = "##") -> Iterator[str]:
 
 def _signature(value: Any, name: str) -> str:
     try:
-        return f"{name}{inspect.signature(value)}".replace("'", "")
+        found = f"{name}{inspect.signature(value)}".replace("'", "")
+        return re.sub(rf"= ({'|'.join(kind.__name__ for kind in GROUPS.values())})\([^()]*\)", r"= \1()", found)
     except (TypeError, ValueError):
         return name
 

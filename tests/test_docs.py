@@ -20,12 +20,15 @@ import pytest
 import torch
 
 import meshc
+from meshc.options import GROUPS
 from tests import reference
 from tests.coverage_page import left_alone
 from tests.shell_lines import BLOCK, faults, lines, spans
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+OPTIONS = ("Options", *(kind.__name__ for kind in GROUPS.values()))
+"""Options, and what groups them."""
 WRITTEN = [page for page in PAGES if page.name != "files.md"]
 """Those that are no list of other texts' first lines."""
 PLACES = ("", "meshc", "meshc/passes", "meshc/runtime", "docs")
@@ -45,10 +48,14 @@ def named_files(page: str) -> Iterator[str]:
 
 
 def calls(page: str) -> Iterator[tuple[str, str]]:
-    """(`Options`, field), (`program`, attribute), (`meshc`, name), as they stand between backquotes and in blocks of Python."""
+    """(`Options` or one of its groups, field), (`program`, attribute), (`meshc`, name), as they stand between backquotes and in blocks of
+    Python."""
     text = "\n".join([*SPAN.findall(BLOCK.sub("", page)), *(block for kind, block in BLOCK.findall(page) if kind == "python")])
-    for given in re.findall(r"(?<!Dict)Options\(((?:[^()]|\([^()]*\))*)\)", text):
-        yield from (("Options", field) for field in re.findall(r"(?:^|, |\n)\s*(\w+)=", given))
+    for found in re.finditer(rf"(?<!\w)({'|'.join(OPTIONS)})\(", text):
+        given = text[found.end() :]
+        while (inner := re.sub(r"\([^()]*\)", "", given)) != given:
+            given = inner
+        yield from ((found[1], field) for field in re.findall(r"(?:^|, |\n)\s*(\w+)=", given.partition(")")[0]))
     yield from (("program", name) for name in re.findall(r"\bprogram\.(\w+)\(", text))
     yield from (("meshc", name) for name in re.findall(r"\bmeshc\.(\w+)\(", text))
 
@@ -70,7 +77,7 @@ def test_every_command_that_a_page_gives_can_be_given(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_every_option_and_call_that_a_page_names_is_there(page: Path) -> None:
     there = {
-        "Options": {field.name for field in dataclasses.fields(meshc.Options)},
+        **{kind: {field.name for field in dataclasses.fields(getattr(meshc, kind))} for kind in OPTIONS},
         "program": set(dir(meshc.Program)),
         "meshc": {name for _, name in calls(page.read_text()) if hasattr(meshc, name) or hasattr(torch.ops.meshc, name)},
     }
@@ -98,10 +105,13 @@ def _absent(module: str) -> bool:
 
 
 def test_a_dead_name_is_found() -> None:
-    page = "See `meshc/nothing.py` and `docs/plans.md`, run `make nothing`, set `Options(seed=0, nothing=1)`, ask `program.nothing()`."
+    page = "See `meshc/nothing.py` and `docs/plans.md`, run `make nothing`, set `Options(seed=0, nothing=1)` and "
+    page += "`Options(experts=Experts(bound=f(2), none=1))`, ask `program.nothing()`."
     assert list(named_files(page)) == ["meshc/nothing.py", "docs/plans.md"]
     assert list(spans(page)) == ["make nothing"]
-    assert list(calls(page)) == [("Options", "seed"), ("Options", "nothing"), ("program", "nothing")]
+    assert list(calls(page)) == [
+        *(("Options", name) for name in ("seed", "nothing", "experts")), ("Experts", "bound"), ("Experts", "none"), ("program", "nothing"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

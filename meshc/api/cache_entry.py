@@ -19,11 +19,11 @@ from typing import Any
 from meshc import environment, program_cache
 from meshc.api import compilation_result, job_key
 from meshc.api.compilation_result import CompilationResult
-from meshc.api.options import Options
 from meshc.errors import ArtifactError
 from meshc.frontend import output_tree_data
 from meshc.frontend.dependencies import Dependencies
 from meshc.frontend.output_tree_data import NotPlainData
+from meshc.options import Options
 from meshc.passes.phases.request import Request
 
 

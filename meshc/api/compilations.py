@@ -136,9 +136,9 @@ class Compilations:
             return None
         self._described_over = store
         if store is None:
-            return describe(step.optimizers, self.asked.options.keeping)
+            return describe(step.optimizers, self.asked.options.training)
         replace_live_parameters(store, step.optimizers)
-        spec = describe(step.optimizers, self.asked.options.keeping)
+        spec = describe(step.optimizers, self.asked.options.training)
         return replace(spec, idle=tuple((store.live(parameter), who) for parameter, who in spec.idle))
 
     @property
@@ -183,7 +183,7 @@ class Compilations:
 
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, if they may differ, else None. Raises InputError if they must not differ but do."""
-        asked, uneven = self.asked, self.asked.options.uneven_rows
+        asked, uneven = self.asked, self.asked.options.local_inputs.uneven_rows
         if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
             return None
         counts = batch_parts.count_rows(asked, self.world, passed)
@@ -200,7 +200,7 @@ class Compilations:
 
     def _examples(self, inputs: Arguments) -> Arguments:
         """The inputs of the whole batch, for tracing."""
-        uneven = self.asked.options.uneven_rows and self.world.has_ranks
+        uneven = self.asked.options.local_inputs.uneven_rows and self.world.has_ranks
         return inputs if uneven else self.asked.whole_batch(inputs)
 
     def prepare(self, call: AdmittedCall) -> Compilation:
@@ -220,7 +220,7 @@ class Compilations:
                 key, compilation = self._compile(call, changed, told)
                 self.kept[key] = compilation
                 self._known[key] = told
-                if len(self.kept) > self.asked.options.kept_sizes:
+                if len(self.kept) > self.asked.options.debugging.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
         elif changed:
@@ -327,7 +327,7 @@ class Compilations:
             lines = changes(next(reversed(self.kept)).optimizer, key.optimizer)
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
-                self.spec = describe(asked.step.optimizers, asked.options.keeping)
+                self.spec = describe(asked.step.optimizers, asked.options.training)
         examples = self._examples((args, kwargs))
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
@@ -400,7 +400,7 @@ class Compilations:
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
         make = partial(_specialise_backward, world.board, compiled, made)
-        return Session(compiled, store, executor, made.tree, asked.options.cuda_graph, make, asked.options.check_inputs)
+        return Session(compiled, store, executor, made.tree, asked.options.debugging.cuda_graph, make, asked.options.debugging.check_inputs)
 
 
 def _specialise_backward(

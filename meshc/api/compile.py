@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshc.api import module_mode
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.handle import Program
-from meshc.api.options import Options
 from meshc.api.split_expert_axes import with_parts
 from meshc.api.world import World
 from meshc.frontend import admission, exported
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
+from meshc.options import Options
 from meshc.plan.recipes import PlanLike
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import announce

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex
 from meshc.frontend.expert_bias import refuse_without_bias
@@ -33,6 +32,7 @@ from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.options import Options, refuse_others, refuse_with
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
@@ -134,20 +134,11 @@ class CompileArguments:
         refused = getattr(self.traced.function, "refused", [])
         if refused:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
-        if options.expert_bias_update is not None:
-            self._refuse_bias()
-        if self.step is None and (options.keep_gradients or options.accumulate):
-            raise PlanError(
-                "Options(keep_gradients=, accumulate=) are of a training step, and what is compiled is none\n"
-                "  what to do: compile a meshc.TrainStep; a module's own backward leaves and adds up gradients as torch does"
-            )
-        if options.expert_placement is not None:
+        refuse_with(options, self.step is not None, inputs)
+        if options.experts.bias_update is not None:
+            refuse_without_bias(self.module)
+        if options.experts.placement is not None:
             self._make_movable()
-        if options.uneven_rows and inputs == "global":
-            raise PlanError(
-                'Options(uneven_rows=True): each rank passes rows of its own, which is inputs="local"\n'
-                '  what to do: say so, or leave it out: with inputs="global" every rank passes the whole batch, of any number of rows'
-            )
         if inputs == "local" and not self._data_axes():
             raise PlanError(
                 f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none\n'
@@ -172,29 +163,18 @@ class CompileArguments:
         function = cast(Function, self.what)
         return TracedFunction(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
-    def _refuse_bias(self) -> None:
-        """Raises PlanError for `expert_bias_update` without a training step, or without routers' biases."""
-        if self.step is None:
-            raise PlanError(
-                "Options(expert_bias_update=): routers' biases change after a step, and what is compiled is none\n"
-                "  what to do: compile a meshc.TrainStep, or leave the option out"
-            )
-        refuse_without_bias(self.module)
-
     def _make_movable(self) -> None:
         """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
+        copies = self.options.experts.copies
         if Store.of(self.module) is None:
-            give_slots(
-                self.module, looped_expert_counts(self.module), prod(axis.size for axis in self.mesh.axes), self.options.expert_copies
-            )
+            give_slots(self.module, looped_expert_counts(self.module), prod(axis.size for axis in self.mesh.axes), copies)
             return
         movable = [module for module in self.module.modules() if slots_of(module) is not None]
-        if not movable or copies_per_rank(movable[0]) != self.options.expert_copies:
+        if not movable or copies_per_rank(movable[0]) != copies:
             has = f"with places for {copies_per_rank(movable[0])} copies on each rank" if movable else "whose experts stay where they are"
-            raise StateError(
-                f'Options(expert_placement="movable", expert_copies={self.options.expert_copies}): the model has a program already {has}\n'
-                "  what to do: give all programs of the model the same; the first to be compiled decides"
-            )
+            said = f'Options(experts=Experts(placement="movable", copies={copies})): the model has a program already {has}\n'
+            advice = "  what to do: give all programs of the model the same; the first to be compiled decides"
+            raise StateError(self.options.as_written(said) + advice)
 
     def for_accumulation(self) -> CompileArguments:
         """A copy for calls that accumulate gradients and update nothing."""
@@ -221,14 +201,14 @@ class CompileArguments:
         """A copy for calls that pass the whole batch on every rank, as the model's own generate does with gathered prompts."""
         found = self.of_model() if self.step is not None else copy.copy(self)
         found.inputs, found._forms = "global", Forms()
-        found.options = replace(found.options, uneven_rows=False)
+        found.options = found.options.having(uneven_rows=False)
         return found
 
     def _for_other_inputs(self) -> CompileArguments:
         """Drops the dynamic dims, and `names` of inputs that the function to trace does not take; in place. Returns self."""
         takes = self.traced.parameters
         self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
-        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic_dims.parse_dynamic(None)
+        self.options, self.dynamic = self.options.having(dynamic=None), dynamic_dims.parse_dynamic(None)
         return self
 
     def of_model(self) -> CompileArguments:
@@ -360,7 +340,8 @@ class CompileArguments:
         names = input_names(self.traced.signature, *inputs)
         tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
         rows = zip(names, self.batch_dims(inputs), tensors, strict=True)
-        return JoinedInputs({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
+        ranks = 0 if self.options.local_inputs.uneven_rows else self.data_ranks
+        return JoinedInputs({name: dim for name, dim, there in rows if there}, ranks)
 
     def note_batch(self, program: PlainProgram) -> None:
         """Records the batch dims of a program's inputs, for later calls."""
@@ -388,16 +369,11 @@ class CompileArguments:
             hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined_inputs((args, kwargs)),
             outputs=self.outputs, names=self.names, autocast=call_keys.autocast_state(), fixed=fixed, offloaded=offloaded,
-            dynamic=self.dynamic, schedule=self.options.schedule,
-            pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
-            memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
-            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
-            depth="whole" if self._by_name(hooks) else self.options.depth, remat=self.options.remat, attention=self.options.attention,
-            must_pass=self.options.attention in ("ring", "zigzag"), recurrence=self.options.recurrence,
-            expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
-            expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
+            dynamic=self.dynamic, owners=store.places() if store is not None else {}, backend=self.backend,
+            options=self.options.having(depth="whole") if self._by_name(hooks) else self.options,
+            must_pass=self.options.sequence.attention in ("ring", "zigzag"),
         )  # fmt: skip
-        return Request(**{**ask, **changes})
+        return Request(**ask).having(**changes)
 
     def _by_name(self, hooks: Mapping[str, Hooks]) -> bool:
         """Whether something is said of single parameters that equal layers need not have in common."""
@@ -412,7 +388,7 @@ class CompileArguments:
     def _microbatches(self, grad: bool) -> int | None:
         """Number of microbatches; None: the number predicted to be fastest, chosen for the pipeline."""
         step = self.step
-        asked = step.microbatches if step is not None else None if grad else self.options.microbatches
+        asked = step.microbatches if step is not None else None if grad else self.options.pipeline.microbatches
         if asked is not None:
             return asked
         if self.mesh.pipeline_axis is None or (grad and step is None) or self.dynamic:

@@ -161,10 +161,10 @@ class _Remembering:
         source = record(node).source
         if source.region:
             return "the policy of its checkpointed region saves it" if source.saved else "the model, which checkpoints a region there"
-        if request.remat is not None:
-            return f"the policy {request.remat!r}"
-        if request.memory_budget is not None:
-            return f"Options(memory_budget={request.memory_budget}), for which as little as can be is recomputed"
+        if request.options.remat is not None:
+            return f"the policy {request.options.remat!r}"
+        if request.options.budget is not None:
+            return f"Options(memory_budget={request.options.budget}), for which as little as can be is recomputed"
         return "by default, where what is worth its seconds is recomputed"
 
     def _paths(self, node: Node) -> list[str]:
@@ -209,7 +209,7 @@ class _Remembering:
         if fate == KEPT and module:
             for policy in WIDER:
                 lines = [*self.lowered.plan.remats, RematLine(module, policy)]
-                can = recomputable_of_stage(self.graph, self.lowered.request.remat or "none", lines)
+                can = recomputable_of_stage(self.graph, self.lowered.request.options.remat or "none", lines)
                 if node in can.operands and node not in least_kept(can.forward, can.operands, can.bytes_of, can.wanted):
                     yield PlanAlternative(line=f"remat {module}: {policy}", what="it is recomputed, of what is then kept")
                     break

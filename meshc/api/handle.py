@@ -13,7 +13,6 @@ from torch import nn
 from meshc.api import batch_parts, cached_calls, generating, submodule_calls, trainer
 from meshc.api.compilations import Compilations
 from meshc.api.compile_arguments import CompileArguments
-from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
@@ -28,6 +27,7 @@ from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
+from meshc.options import Options
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
@@ -257,7 +257,7 @@ class Program:
             return self._note_metrics(step, session, env, dealt)
         counts.write_back()
         mark_stepped(step.optimizers)
-        if self.options.keep_gradients:
+        if self.options.training.keep_gradients:
             session.store.show_gradients()
         if behind := post_hooks(step.optimizers):
             session.store.sync()
@@ -277,12 +277,12 @@ class Program:
         `optimizer.step()`, do on one device. Gradients are sums, so divide losses by the number of calls if their mean is meant.
 
         Returns the loss; `metrics` has that, the loss function's metrics, and the norm of the sum so far. With `microbatches=` one call
-        does the same with one reduction. Raises StateError without `Options(accumulate=True)`."""
-        if self.step is None or not self.options.accumulate:
+        does the same with one reduction. Raises StateError without `Options(training=Training(accumulate=True))`."""
+        if self.step is None or not self.options.training.accumulate:
             raise StateError(
                 "gradients are added up over calls by a training step that keeps their sum\n"
-                "  what to do: meshc.compile(meshc.TrainStep(...), mesh, options=meshc.Options(accumulate=True)); or one call with the\n"
-                "  whole batch, TrainStep(..., microbatches=N), which reduces once"
+                "  what to do: meshc.compile(meshc.TrainStep(...), mesh, options=meshc.Options(training=meshc.Training(accumulate=True)))\n"
+                "  or one call with the whole batch, TrainStep(..., microbatches=N), which reduces once"
             )
         self.world.refuse_call()
         if not self.compilations.has_compilation:  # how state is stored is the step's to say
@@ -306,12 +306,12 @@ class Program:
         """What a gradient of each output is multiplied by, where each rank has a loss of its own part."""
         if self.asked.inputs != "local":
             return {}
-        scale = {"mean": 1.0 / self.asked.data_ranks, "sum": 1.0, None: None}[self.options.local_loss]
+        scale = {"mean": 1.0 / self.asked.data_ranks, "sum": 1.0, None: None}[self.options.local_inputs.loss]
         return {port.name: scale for port in session.results if _is_split(port)}
 
     def _times(self, ports: Sequence[Port]) -> dict[str, float]:
         """What a gradient of each input is multiplied by, so that it is the rank's own loss's, as that which comes in is."""
-        if self.asked.inputs != "local" or self.options.local_loss != "mean":
+        if self.asked.inputs != "local" or self.options.local_inputs.loss != "mean":
             return {}
         return {port.name: float(self.asked.data_ranks) for port in ports if _is_split(port)}
 
@@ -436,8 +436,8 @@ class Program:
             pretrained.save_pretrained(self, path, **kwargs)
 
     def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST, copies: int | None = None) -> Report:
-        """Move experts between ranks, by what they have to do, so that ranks have as much; with `Options(expert_copies=)` those with most
-        to do lie on several ranks. Between two steps; all ranks call it.
+        """Move experts between ranks, by what they have to do, so that ranks have as much; with `Experts(copies=)` those with most to
+        do are stored on several ranks. Between two steps; all ranks call it.
 
         loads  by the path of a layer's experts how much each has to do (tokens, over one step or many), the same on every rank: a tensor
                [experts], a list, or what `metrics["experts"]` holds; None: what the last step has measured
@@ -449,8 +449,8 @@ class Program:
         DTensor of what has moved is a copy, brought up to date by `sync` and `state_dict`, with memory only until the next step.
         Returns what was done, layer by layer; as text, a table.
 
-        Raises StateError without `Options(expert_placement="movable")`, before a first step if no loads are given, and for optimizer state
-        that has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""
+        Raises StateError without `Experts(placement="movable")`, before a first step if no loads are given, and for optimizer state that
+        has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""
         self.world.refuse_call()
         with self.world.together("rebalance"):
             return rebalancing.rebalance(self, loads, least, copies)

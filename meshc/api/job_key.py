@@ -23,18 +23,18 @@ import torch
 from torch import nn
 
 from meshc import environment
-from meshc.api.options import Options
 from meshc.frontend.portable_values import is_plain
 from meshc.frontend.traced_code import digest_of, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ops.registered import RULES
 from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.options import Options
 from meshc.passes.phases.request import Request
-from meshc.runtime.agreement.descriptions import stable
+from meshc.runtime.agreement.descriptions import FOLDERS, stable
 
 LIBRARIES: Final = ("torch", "numpy", "scipy", "sympy", "triton", "safetensors", "transformers", "peft", "accelerate")
 """Whose files are compared by their versions, or decide something of a program."""
-TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan")
+TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan", "options")
 """Fields of a request that are objects, of which the rest of the key says what they are."""
 
 
@@ -54,14 +54,15 @@ def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
     for one in fields(request):
         if one.name not in TOLD_OTHERWISE:
             take(one.name, stable(getattr(request, one.name)))
+    take(*(f"{name} {stable(value)}" for name, value in request.options.by_name().items() if name not in FOLDERS))
     take(describe_optimizer(request.optimizer), *_modules(request.module), *_machine(request.mesh))
     return state.hexdigest()
 
 
 def why_none(options: Options) -> str:
     """Reason why there is no key; "" if there is one."""
-    if options.schedule is not None and not isinstance(options.schedule, str):
-        return "Options(schedule=) is a function, and what it reads is not known"
+    if callable(options.pipeline.schedule):
+        return options.as_written("Options(pipeline=Pipelining(schedule=)) is a function, and what it reads is not known")
     ours = [str(op) for op, given in RULES.items() if any(map(callable, (given.rule, *given.fields.values())))]
     return f"the rule of {ours[0]} is a function, and what it reads is not known" if ours else ""
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from meshc.api.compile_arguments import CompileArguments
-from meshc.api.options import Options
 from meshc.cost.candidate_price import price_candidate
 from meshc.cost.devices import Device, assume_device
 from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
+from meshc.options import Options
 from meshc.passes.driver import compile_program as driver
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.phases.placed_model import PlacedModel
@@ -71,8 +71,8 @@ class Planner:
             except (CompileError, PlanError, ScheduleError) as error:
                 return PlanResult(mesh, refused=error)
             weighed = left.weighed or (price_candidate(PlanCandidate("as given", str(left.plan)), program, device)[0],)
-            holds, budget = int(weighed[0].holds or 0), options.memory_budget
-            if isinstance(budget, int) and holds > budget:
+            holds, budget = int(weighed[0].holds or 0), options.budget
+            if budget is not None and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
                 return PlanResult(mesh, weighed=weighed, refused=NothingFits(said, holds))
             seconds = [left.seconds.get(each, 0.0) for each in ("choose", "solve")]

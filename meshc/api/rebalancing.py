@@ -28,10 +28,10 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
     spare = _spare(program, copies)
     store = program.store
     movable = moved_experts.experts_of(store.model)
-    if program.options.expert_placement is None or not movable:
+    if program.options.experts.placement is None or not movable:
         raise StateError(
             "the experts of this program stay where they are\n  what to do: compile with "
-            'options=meshc.Options(expert_placement="movable"), from the first program of the model on'
+            'options=meshc.Options(experts=meshc.Experts(placement="movable")), from the first program of the model on'
         )
     found = _loads(store, movable, _measured_loads(program) if loads is None else loads, given=loads is not None)
     _refuse_differing(store, repr((least, spare, sorted(found.items()))))
@@ -56,13 +56,13 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
 
 def _spare(program: Program, copies: int | None) -> int:
     """Number of slots for copies of experts that a rank may use. Raises InputError."""
-    there = program.options.expert_copies
+    there = program.options.experts.copies
     if copies is None or 0 <= copies <= there:
         return there if copies is None else copies
     raise InputError(
         f"rebalance(copies={copies!r}): each rank has {there} places for copies of experts of a layer\n"
-        f'  what to do: a number from 0 to {there}, or options=meshc.Options(expert_placement="movable", expert_copies={copies!r}) '
-        "from the first program of the model on"
+        f"  what to do: a number from 0 to {there}, or "
+        f'options=meshc.Options(experts=meshc.Experts(placement="movable", copies={copies!r})) from the first program of the model on'
     )
 
 

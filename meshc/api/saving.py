@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,14 @@ from meshc.frontend.expert_slots import initial_slots, is_slot_table
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
 from meshc.optimizer.spec import AS_IT_IS
+from meshc.options import NAMES, Experts
 from meshc.program.program import Info
 
 if TYPE_CHECKING:
     from meshc.api.handle import Program
+
+DEFAULT: Final = {name: getattr(Experts(), field) for name, (group, field) in NAMES.items() if group == "experts"}
+"""Options of experts where nothing is said, by name."""
 
 
 def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
@@ -58,7 +62,8 @@ def beginnings(program: Program) -> Info:
     seed = torch.initial_seed() if program.options.seed is None else program.options.seed
     store = program.compilations.store
     found: Info = {"seed": seed if store is None else store.seed}
-    if experts := program.options.of_experts():
+    experts: Any = {name: value for name, value in program.options.by_name().items() if value != DEFAULT.get(name, value)}
+    if experts:
         found["experts"] = experts
     spec = program.compilations.spec
     reads = program.compilations.last.reads
@@ -71,10 +76,11 @@ def beginnings(program: Program) -> Info:
     found["numbers"] = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
     of_groups = [(group.index, guard.number, guard.relation, guard.constant) for group in spec.groups for guard in group.guards]
     found["guards"] = [*branches, *of_groups]
-    if program.options.keeping != AS_IT_IS:
-        found["optimizer_state"], found["master_weights"] = program.options.optimizer_state, program.options.master_weights
-    if program.options.keep_gradients or program.options.accumulate:
-        found["keep_gradients"], found["accumulate"] = program.options.keep_gradients, program.options.accumulate
+    training = program.options.training
+    if training != AS_IT_IS:
+        found["optimizer_state"], found["master_weights"] = training.optimizer_state, training.master_weights
+    if training.keep_gradients or training.accumulate:
+        found["keep_gradients"], found["accumulate"] = training.keep_gradients, training.accumulate
     fresh: dict[str, float | None] = {}
     found["fresh"] = fresh
     names = {id(parameter): name for name, parameter in program.asked.module.named_parameters()}

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshc.api.options import Options, refuse_others
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
+from meshc.options import Options, refuse_others
 from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
 from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.products import taken_apart
@@ -32,11 +32,11 @@ def with_parts(mesh: Mesh | DeviceMesh, plan: PlanLike, options: Options) -> tup
     given = Mesh.of(mesh)
     for entry, term in taken_apart(resolve(plan, given)):
         _refuse(given, entry, term)
-    return _by_node(mesh, plan, options.expert_dispatch)
+    return _by_node(mesh, plan, options)
 
 
-def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Mesh | DeviceMesh, PlanLike]:
-    if dispatch == "flat":
+def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, options: Options) -> tuple[Mesh | DeviceMesh, PlanLike]:
+    if options.experts.dispatch == "flat":
         return mesh, plan
     given = Mesh.of(mesh)
     resolved, device = resolve(plan, given), for_mesh(given)
@@ -45,9 +45,10 @@ def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Me
         axes = [one for axis in given.axes for one in parts.get(axis.name, (axis,))]
         mesh, plan = finer(given, axes), with_axes_apart(resolved, parts)
         given, resolved = Mesh.of(mesh), plan
-    if dispatch == "hierarchical" and across_and_inside(given, expert_axes(resolved), device) is None:
+    if options.experts.dispatch == "hierarchical" and across_and_inside(given, expert_axes(resolved), device) is None:
         raise PlanError(
-            f'Options(expert_dispatch="hierarchical"): of the axes of {given} that split experts none leads to other nodes and has several '
+            options.as_written('Options(experts=Experts(dispatch="hierarchical"))')
+            + f": of the axes of {given} that split experts none leads to other nodes and has several "
             f"ranks in each, as many everywhere; {device.name} has {device.ranks_per_node} ranks a node\n"
             "  what to do: leave the option out; or, where a node has another number of ranks, say so in ranks_per_node of the file of "
             "devices (docs/cost-model.md), as `meshc calibrate` does under a launcher"

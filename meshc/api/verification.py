@@ -192,7 +192,7 @@ def _verify_there(
         twin = plain_copy(module, values, double)
     args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
-    function = one_device(program.asked.function(kwargs), program.asked.options.capacity)
+    function = one_device(program.asked.function(kwargs), program.asked.options.experts.limit)
     of_python = program.compilations.last.reads.numbers()
     reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, None, ask.hooks, of_python)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
@@ -234,13 +234,13 @@ def _compiler_choices(program: Program) -> dict[str, object]:
         found["searched"] = NamedChoices.of(choices)
     if pipeline is None:
         return found
-    schedule = program.options.schedule or pipeline.schedule.name
+    schedule = program.options.pipeline.schedule or pipeline.schedule.name
     return dict(**found, schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
 
 
 def _chunks(lowered: LoweredProgram) -> dict[str, object]:
     """Option `chunks` with the number of chunks of the head, if chosen for a memory budget."""
-    if lowered.request.memory_budget is None or lowered.plan.chunks:
+    if lowered.request.options.budget is None or lowered.plan.chunks:
         return {}
     return {"chunks": 1 if lowered.placed.chunked is None else lowered.placed.chunked.count}
 
@@ -287,7 +287,7 @@ def verify_update(
     optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
     for group in optimizer.param_groups:  # rates that are tensors: the optimizer rounds to their dtype
         group.update(widen_inputs({name: value for name, value in group.items() if name != "params"}, double))
-    spec = describe(optimizer, program.asked.options.keeping)
+    spec = describe(optimizer, program.asked.options.training)
     compiled = instance.program_for_shapes(compiled_for(spec), shapes)
     updated = {id(p) for group in spec.groups for p in group.params}
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
@@ -319,7 +319,7 @@ def verify_update(
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
     clip = program.step.clip_grad_norm
-    with count_choices(twin, program.options.expert_bias_update) as counts:
+    with count_choices(twin, program.options.experts.bias_update) as counts:
 
         def after(step: int) -> None:
             keep(step)

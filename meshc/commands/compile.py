@@ -11,11 +11,11 @@ import torch
 
 from meshc import artifact
 from meshc.api import compile
-from meshc.api.options import Options
 from meshc.commands.target import add_keeping, keeping, load_target, read_plan
 from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
+from meshc.options import Options, Pipelining
 from meshc.plan.plan import file_to_write
 from meshc.program.program import BACKENDS
 from meshc.runtime.saved.run_saved import run_command
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> None:
     what, args, kwargs = load_target(options.target)
     differentiate = isinstance(what, TrainStep) or options.grad
     asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs)
-    stages = dict(pp_splits=options.pp_splits, stages_per_rank=options.stages_per_rank)
-    more = Options(seed=options.seed, schedule=options.schedule, **stages, **keeping(options))
+    stages = Pipelining(options.pp_splits, options.schedule, options.stages_per_rank)
+    more = Options(seed=options.seed, pipeline=stages, training=keeping(options))
     for backend, out in places.items():
         with nullcontext() if differentiate else torch.no_grad():
             program = compile.compile(what, mesh, **asked, backend=backend, options=more)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from meshc.api.options import Options
 from meshc.api.planning import Planner, PlanResult
 from meshc.commands.target import add_keeping, harmless, keeping, keeping_words, load_target, read_plan
 from meshc.cost import devices
@@ -20,6 +19,7 @@ from meshc.cost.devices import Device
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.ir.quantities import read_bytes
+from meshc.options import Options
 from meshc.passes.driver.no_faster_plan import NoFasterPlan
 from meshc.passes.driver.nothing_fits import NothingFits, rank_multiple, rounded_size_text
 from meshc.plan.factorizations import factorizations
@@ -98,7 +98,7 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
     """Meshes of so many devices are looked into as long as they may have a faster plan than those before; those that are named, all."""
     looked: list[MeshCandidate] = []
     known = inf
-    asked = Options(memory_budget=budget, **keeping(options))
+    asked = Options(memory_budget=budget, training=keeping(options))
     for mesh in meshes:
         start, beaten = time.process_time(), None if options.mesh is not None or known == inf else known
         found = planner.on(mesh, read_plan(options.plan), device=device, options=asked, beaten_s=beaten)

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshc.errors import CompileError, MeshcError, PlanError
 from meshc.frontend.train_step import TrainStep
-from meshc.optimizer.spec import KEPT
+from meshc.optimizer.spec import KEPT, Training
 from meshc.plan.plan import Plan
 
 Target = tuple[Any, tuple[object, ...], dict[str, object]]
@@ -41,9 +41,9 @@ def add_keeping(command: argparse.ArgumentParser) -> None:
     command.add_argument("--master-weights", action="store_true", help="beside parameters in 16 bits their float32 masters are kept")
 
 
-def keeping(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `add_keeping` as fields of `meshc.Options`."""
-    return {"optimizer_state": options.optimizer_state, "master_weights": options.master_weights}
+def keeping(options: argparse.Namespace) -> Training:
+    """The arguments of `add_keeping` as a group of `meshc.Options`."""
+    return Training(options.optimizer_state, options.master_weights)
 
 
 def keeping_words(options: argparse.Namespace) -> list[str]:

@@ -12,13 +12,13 @@ import torch
 
 from meshc import artifact, rules
 from meshc.api import compile, verification
-from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
 from meshc.errors import PlanError, VerifyError
 from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
+from meshc.options import NAMES, Experts, Options, Pipelining, Training
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram
@@ -43,13 +43,7 @@ def run(options: argparse.Namespace) -> None:
         raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
     mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
-        splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
-        state, masters = saved.info.get("optimizer_state"), saved.info.get("master_weights", False)
-        schedule = saved.info.get("schedule")
-        experts: Any = {name: value for name, value in saved.info.get("experts", {}).items() if name in EXPERTS}
-        stay: Any = {name: saved.info.get(name, False) for name in ("keep_gradients", "accumulate")}
-        kept: Any = {"optimizer_state": state, "master_weights": masters, **stay, **experts}
-        asked = Options(schedule=schedule, pp_splits=splits, stages_per_rank=each, **kept)
+        asked = options_of(saved)
         program = compile.compile(
             what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
             backend=saved.backend, options=asked,
@@ -61,6 +55,16 @@ def run(options: argparse.Namespace) -> None:
             report = verify_as_it_stands(saved, program, args, kwargs, options.dtype == "float64")
             print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
     print(report)
+
+
+def options_of(saved: PlainProgram) -> Options:
+    """Those that a program was compiled with, as far as they decide what it computes."""
+    found: dict[str, dict[str, Any]] = {"pipeline": {}, "training": {}, "experts": {}}
+    for name, value in {**saved.info, **saved.info.get("experts", {})}.items():
+        group, field = NAMES.get(name, ("", ""))
+        if group in found:
+            found[group][field] = value
+    return Options(pipeline=Pipelining(**found["pipeline"]), training=Training(**found["training"]), experts=Experts(**found["experts"]))
 
 
 def _as_saved(plan: Plan) -> Plan:
@@ -91,7 +95,7 @@ def verify_as_it_stands(
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
     twin = plain_copy(ask.module, None, double)
     args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
-    function = one_device(ask.function, program.options.capacity)
+    function = one_device(ask.function, program.options.experts.limit)
     reference = comparison.Reference(twin, function, args, kwargs, double=double, parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])

@@ -113,8 +113,9 @@ def describe_inputs(args: Sequence[object], kwargs: Mapping[str, object]) -> str
 def unequal_parts(text: str) -> str:
     return (
         f"all parts of a local batch have one shape: {text}\n"
-        "  what to do: where numbers of rows differ, drop_last=True in the data loader, or meshc.Options(uneven_rows=True), which takes\n"
-        "  parts of any number of rows; where lengths do, pad all ranks' rows to one (pad_to_multiple_of, or max_length, of a collator)"
+        "  what to do: where numbers of rows differ, drop_last=True in the data loader, or\n"
+        "  meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True)), which takes parts of any number of rows;\n"
+        "  where lengths do, pad all ranks' rows to one (pad_to_multiple_of, or max_length, of a collator)"
     )
 
 

@@ -40,8 +40,8 @@ def refuse_without_bias(model: nn.Module) -> None:
     """Raises PlanError for a model without such a buffer."""
     if not biases_of(model):
         raise PlanError(
-            f"Options(expert_bias_update=): no router of the model has a buffer {BIAS}, a number for each of its experts, such as those of "
-            "DeepSeek V3 and GLM-4-MoE\n  what to do: leave the option out; what balances these experts is the model's own loss"
+            f"Options(experts=Experts(bias_update=)): no router of the model has a buffer {BIAS}, a number for each of its experts, such "
+            "as those of DeepSeek V3 and GLM-4-MoE\n  what to do: leave the option out; what balances these experts is the model's own loss"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.errors import CaptureError, PlanError
+from meshc.errors import CaptureError
 from meshc.ir import trees
 from meshc.ops.capacity import first_choices, heaviest_choices
 
@@ -39,23 +39,14 @@ class Capacity:
     group: int | None = None
     priority: str = "position"
 
-    def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise PlanError(f"Options(expert_capacity={self.factor!r}): a number above 0, such as 1.25, or None")
-        for name, value, known in (("overflow", self.overflow, OVERFLOW), ("expert_priority", self.priority, PRIORITY)):
-            if value not in known:
-                raise PlanError(f"Options({name}={value!r}): use one of {', '.join(map(repr, known))}")
-        if self.group is not None and self.group < 1:
-            raise PlanError(f"Options(expert_group={self.group}): at least 1 token, or None, the tokens of a row of the batch")
-
     def tokens(self, tokens: int, batch: int) -> int:
         """Tokens of a group, for `tokens` tokens in `batch` rows. Raises CaptureError where the tokens are no multiple of a group."""
         each = self.group or tokens // batch
         if tokens % batch or tokens % each:
             what = f"groups of {each} tokens" if self.group else f"{batch} rows"
             raise CaptureError(
-                f"Options(expert_capacity=) is of a group of tokens, and the {tokens} tokens of these experts are no number of {what}; "
-                "what to do: Options(expert_group=), a number of tokens that divides them"
+                f"Options(experts=Experts(capacity=)) is of a group of tokens, and the {tokens} tokens of these experts are no number of "
+                f"{what}; what to do: Options(experts=Experts(group=)), a number of tokens that divides them"
             )
         return each
 
@@ -65,8 +56,9 @@ class Capacity:
         if evenly < 1:
             least = experts / (chosen * tokens)
             raise CaptureError(
-                f"Options(expert_capacity={self.factor:g}) lets an expert take {evenly:.3g} tokens of a group: {tokens} tokens choose "
-                f"{chosen} of {experts} experts; what to do: a capacity of {least:.3g} or more, or a larger Options(expert_group=)"
+                f"Options(experts=Experts(capacity={self.factor:g})) lets an expert take {evenly:.3g} tokens of a group: {tokens} tokens "
+                f"choose {chosen} of {experts} experts; what to do: a capacity of {least:.3g} or more, or a larger "
+                "Options(experts=Experts(group=))"
             )
         return ceil(evenly)
 
@@ -82,16 +74,6 @@ class Capacity:
             before = torch.zeros(tokens // each, experts, dtype=torch.int64, device=choice.device)
             made = first_choices(rows, before, places, strict, "")
         return made.reshape(tokens, chosen)
-
-
-def capacity_from_options(factor: float | None, overflow: str, group: int | None, priority: str) -> Capacity | None:
-    """The capacity that options set; None without `expert_capacity`. Raises PlanError."""
-    if factor is not None:
-        return Capacity(factor, overflow, group, priority)
-    alone = {"overflow": overflow != OVERFLOW[0], "expert_group": group is not None, "expert_priority": priority != PRIORITY[0]}
-    if said := [name for name, value in alone.items() if value]:
-        raise PlanError(f"Options({said[0]}=) says what becomes of a capacity\n  what to do: Options(expert_capacity=1.25) beside it")
-    return None
 
 
 def rows_of(inputs: object) -> int:

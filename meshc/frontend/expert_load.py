@@ -15,7 +15,7 @@ class ExpertLoad:
     """The load of one layer's experts in the last step, over the whole batch.
 
     tokens   [experts], int64: how many tokens have chosen each expert
-    dropped  a number, int64: choices beyond the capacity (`Options(expert_capacity=)`); None: there is no capacity
+    dropped  a number, int64: choices beyond the capacity (`Options(experts=Experts(capacity=))`); None: there is no capacity
     """
 
     tokens: Tensor

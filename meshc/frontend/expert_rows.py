@@ -136,8 +136,8 @@ class BoundedRows(_InGroups):
         else:
             if tokens % form.batch:
                 raise CaptureError(
-                    f"Options(expert_bound=) counts the tokens of a row of the batch, and these experts have {tokens} of {form.batch} "
-                    "rows; what to do: leave the option out"
+                    f"Options(experts=Experts(bound=)) counts the tokens of a row of the batch, and these experts have {tokens} of "
+                    f"{form.batch} rows; what to do: leave the option out"
                 )
             assert form.bound is not None
             self.tokens = tokens // form.batch

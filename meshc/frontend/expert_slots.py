@@ -3,13 +3,13 @@
     gate_up_proj [8, ..]    meshc_slots [0 1 2 3 4 5 6 7]        as the model has them
                             meshc_slots [0 4 2 3 1 5 6 7]        experts 1 and 4 have changed places
 
-With `Options(expert_placement="movable")` each layer of experts gets such a buffer. A trace maps choices through it, so that every program
+With `Experts(placement="movable")` each layer of experts gets such a buffer. A trace maps choices through it, so that every program
 of the model reads experts from their slots. State dicts do not have it: there, experts are in the model's order. Experts that are modules,
 which a loop goes over, stay where the plan stores them: a program stacks them by slot.
 
     meshc_copies [[-1], [0], ..]            rank 1 has a copy of the expert in slot 0 [ranks, expert_copies]
 
-`Options(expert_copies=n)` gives each rank n places for copies of experts of other ranks, and a second buffer with their slots: -1, none. A
+`Experts(copies=n)` gives each rank n places for copies of experts of other ranks, and a second buffer with their slots: -1, none. A
 copy of the expert's weights is built in each step, and its gradient is added to theirs, so that weights and state are stored once.
 """
 
@@ -84,8 +84,8 @@ def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: i
             other = owner.setdefault(id(module._parameters[name]), path)
             if other != path:
                 raise PlanError(
-                    f'Options(expert_placement="movable"): {path} and {other} have one parameter as their {name}, and cannot lie apart\n'
-                    "  what to do: leave the option out"
+                    f'Options(experts=Experts(placement="movable")): {path} and {other} have one parameter as their {name}, and cannot '
+                    "lie apart\n  what to do: leave the option out"
                 )
     stock = {path: model.get_submodule(path).get_parameter("down_proj").shape[0] for path in dict.fromkeys(owner.values())}
     for path, count in {**stock, **loops}.items():
@@ -96,6 +96,6 @@ def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: i
             experts.register_buffer(COPIES, torch.full((ranks, copies), -1, dtype=torch.int64), persistent=False)
     if not owner and not loops:
         raise PlanError(
-            'Options(expert_placement="movable"): the model has no stock experts whose weights are stacked, and no loop over experts '
-            "that gives each its own tokens: those are what can be moved\n  what to do: leave the option out"
+            'Options(experts=Experts(placement="movable")): the model has no stock experts whose weights are stacked, and no loop over '
+            "experts that gives each its own tokens: those are what can be moved\n  what to do: leave the option out"
         )

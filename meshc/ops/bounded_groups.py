@@ -59,7 +59,7 @@ def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> 
     counts = torch.zeros(flat.shape[0], groups + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add_(1, found.long(), torch.ones_like(found, dtype=torch.int64))[:, :groups]
     if flat.is_cuda:
-        torch._assert_async((counts <= places).all(), f"{at}: more choices than Options(expert_bound=) leaves places")
+        torch._assert_async((counts <= places).all(), f"{at}: more choices than Options(experts=Experts(bound=)) leaves places")
         return
     if int(counts.max()) <= places:
         return
@@ -69,7 +69,7 @@ def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> 
     error = InputError(
         f"{at or 'a layer'}: experts {group * each} to {(group + 1) * each - 1} are chosen {int(counts.max())} times in row {row} of the "
         f"batch (expert {most} alone {int((mine == most).sum())} times), and have {places} places there\n"
-        "  what to do: a higher Options(expert_bound=); without one there are places for whatever is chosen"
+        "  what to do: a higher Options(experts=Experts(bound=)); without one there are places for whatever is chosen"
     )
     error.of_all = True
     raise error

@@ -86,14 +86,15 @@ def _drop_beyond_capacity(flat: Tensor, nth: Tensor, experts: int, capacity: int
 def _refuse_more(counts: Tensor, capacity: int, at: str) -> None:
     """Raises InputError if an expert is chosen more often than `capacity`; on CUDA an assertion on the device."""
     if counts.is_cuda:
-        torch._assert_async((counts <= capacity).all(), f"{at}: an expert is chosen more often than Options(expert_capacity=) lets it")
+        said = f"{at}: an expert is chosen more often than Options(experts=Experts(capacity=)) lets it"
+        torch._assert_async((counts <= capacity).all(), said)
         return
     if counts.numel() == 0 or int(counts.max()) <= capacity:
         return
     row, expert = divmod(int(counts.argmax()), counts.shape[1])
     raise InputError(
         f"{at or 'a layer'}: expert {expert} is chosen by {int(counts.max())} tokens of group {row}, and takes {capacity}\n"
-        '  what to do: a higher Options(expert_capacity=), or overflow="drop" or "pass"'
+        '  what to do: a higher Options(experts=Experts(capacity=)), or overflow="drop" or "pass"'
     )
 
 

@@ -49,7 +49,7 @@ def _refuse(index: Tensor, low: int, high: int, ignore: int | None, of: str, at:
         f"  in your model: {at or 'a line that is not known'}\n"
         f"  how many: {several if outside.numel() > 1 else f'one value of {index.numel()}'}\n"
         "  what to do: look where these values come from (a tokenizer of another vocabulary, labels of another data set); "
-        "meshc.Options(check_indices=False) leaves the check out, and such a row then counts as zeros"
+        "meshc.Options(debugging=meshc.Debugging(check_indices=False)) leaves the check out, and such a row then counts as zeros"
     )
     error.of_all = whole
     raise error

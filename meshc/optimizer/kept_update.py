@@ -1,9 +1,9 @@
-"""One update whose results are stored in fewer bits than the computation has: `Keeping` options as operators.
+"""One update whose results are stored in fewer bits than the computation has: the options of `Training` as operators.
 
-    Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
-    Keeping(state="8bit")        m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks
-    Keeping(gradients=True)      kept = grad, the value of `parameter.grad` after the call
-    Keeping(master=True)         w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
+    optimizer_state="bf16"    m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
+    optimizer_state="8bit"    m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks
+    keep_gradients=True       kept = grad, the value of `parameter.grad` after the call
+    master_weights=True       w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
 
 With any of them, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they
 are; in 8 bits, so does state with rows shorter than a block.

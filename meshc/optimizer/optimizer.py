@@ -37,11 +37,11 @@ from meshc.optimizer.spec import (
     FIRST,
     HIDDEN,
     GroupSpec,
-    Keeping,
     NumberGuard,
     OptimizerSpec,
     Slot,
     TracedUpdate,
+    Training,
     group_flags,
     group_numbers,
     guarded_key,
@@ -61,7 +61,7 @@ __all__ = [
     "GroupSpec",
     "AnyOptimizer",
     "NumberGuard",
-    "Keeping",
+    "Training",
     "OptimizerSpec",
     "Optimizers",
     "Slot",
@@ -118,7 +118,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
                 raise CompileError(f"{name}: parameter {j} of group {i} has a sparse gradient. Use sparse=False in the embedding.")
 
 
-def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerSpec:
+def describe(optimizer: AnyOptimizer, keeping: Training = AS_IT_IS) -> OptimizerSpec:
     """Specification of optimizers, which are not changed; those without a `meshc::` update are traced once per shape and dtype in a group.
     `keeping`: how the program stores their state.
 
@@ -157,7 +157,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hook.remove()
 
 
-def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpec]:
+def _groups(optimizer: torch.optim.Optimizer, keeping: Training) -> list[GroupSpec]:
     groups: list[GroupSpec] = []
     for i, group in enumerate(optimizer.param_groups):
         kind = kind_of(optimizer, group)
@@ -197,14 +197,14 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
 
 
 def _with_values(
-    slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, optimizer: str, keeping: Keeping, param: torch.dtype
+    slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, optimizer: str, keeping: Training, param: torch.dtype
 ) -> tuple[Slot, ...]:
     """Slots with the tensors of a resumed optimizer, in the dtypes of these tensors unless `keeping` changes how state is stored.
     Raises StateError for state in fewer bits than the program would store, unless `keeping` requests that."""
     if not state:
         return tuple(slots)
     here = {name: one for name, one in state.items() if not isinstance(one, DTensor)}
-    if keeping.state is None:
+    if keeping.optimizer_state is None:
         for slot in slots:
             refuse_fewer_bits(optimizer, slot, state, param)
     values = {slot.name: convert_state(slot, state if slot.name in state else here, _identity) for slot in slots}

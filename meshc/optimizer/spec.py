@@ -58,30 +58,39 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How a program stores the results of updates: `Options(optimizer_state=, master_weights=)`, whether it retains gradients, and
-    whether calls may accumulate them."""
+class Training:
+    """What only a `meshc.TrainStep` can have, of what its updates leave.
 
-    state: str | None = None
-    master: bool = False
-    gradients: bool = False
-    sums: bool = False
+    optimizer_state  in what the optimizer's state is kept between steps: "bf16", or "8bit", a byte an element and a float32 scale for each
+                     256 of a row; rounded up or down by a draw that is the same on every mesh; default: as the optimizer has it
+    master_weights   True: of parameters in 16 bits a float32 copy is kept beside the optimizer's state, and updated; the parameter is its
+                     rounding
+    keep_gradients   after each call `parameter.grad` is the gradient that the parameter was updated with, behind hooks and clipping, as a
+                     DTensor that is sharded as the optimizer's state is; it costs a rank their bytes
+    accumulate       `program.accumulate(...)` may add up gradients over several calls; it costs a rank their bytes
+    """
+
+    optimizer_state: str | None = None
+    master_weights: bool = False
+    keep_gradients: bool = False
+    accumulate: bool = False
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the update of a parameter of `dtype` computes."""
-        return torch.float32 if (self.state or self.master) and dtype in HALVES else dtype
+        return torch.float32 if (self.optimizer_state or self.master_weights) and dtype in HALVES else dtype
 
     def stored_slots(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
         """The slots of a parameter of this size and dtype as the program stores them."""
-        found = [one for slot in slots for one in (slot.as_codes() if self.state == "8bit" else (slot.in_bfloat16(self.state),))]
-        if self.master and dtype in HALVES:
+        bits = self.optimizer_state
+        found = [one for slot in slots for one in (slot.as_codes() if bits == "8bit" else (slot.in_bfloat16(bits),))]
+        if self.master_weights and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
-        names = [name for name, wanted in ((GRADIENT, self.gradients), (SUM, self.sums)) if wanted and not dtype.is_complex]
+        names = [name for name, wanted in ((GRADIENT, self.keep_gradients), (SUM, self.accumulate)) if wanted and not dtype.is_complex]
         found += [Slot(name, "like_param", size, dtype, 0.0) for name in names]
         return tuple(found)
 
 
-AS_IT_IS: Final = Keeping()
+AS_IT_IS: Final = Training()
 """State is stored as the optimizer has it."""
 
 
@@ -200,7 +209,7 @@ class GroupSpec:
     params: tuple[Tensor, ...]
     slots: tuple[tuple[Slot, ...], ...]
     traced: Mapping[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = field(default_factory=dict)
-    keeping: Keeping = AS_IT_IS
+    keeping: Training = AS_IT_IS
 
     def flag(self, name: str) -> Hashable:
         return dict(self.flags)[name]

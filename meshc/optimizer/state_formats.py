@@ -56,7 +56,7 @@ def refuse_fewer_bits(optimizer: str, slot: Slot, entries: Mapping[str, object],
     found = f"{slot.name}{CODES}" if kind == "8bit" else f"{slot.name} in bfloat16"
     raise StateError(
         f"{optimizer} holds state in fewer bits than this program would keep: {found}, of a parameter of shape {list(slot.size)}\n"
-        f"  why: a program with Options(optimizer_state={kind!r}) has left it, and this one is compiled without\n"
-        f"  what to do: Options(optimizer_state={kind!r}); or, to go on in full, give TrainStep a new optimizer, and its program\n"
-        "  the state of the old one: program.load_state_dict(old.state_dict(full=True)) reads either kind"
+        f"  why: a program with Options(training=Training(optimizer_state={kind!r})) has left it, and this one is compiled without\n"
+        f"  what to do: Options(training=Training(optimizer_state={kind!r})); or, to go on in full, give TrainStep a new optimizer, and\n"
+        "  its program the state of the old one: program.load_state_dict(old.state_dict(full=True)) reads either kind"
     )

@@ -32,7 +32,7 @@ def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
                 f"{type(one).__qualname__} has a hook ahead of its step (register_step_pre_hook): {names}\n"
                 "  why: backward and update are one program, and nothing of Python runs between them\n"
                 "  what to do: what changes a gradient: parameter.register_hook(...); what changes rates: before the call of the program;\n"
-                "  what only looks at gradients: Options(keep_gradients=True), after it"
+                "  what only looks at gradients: Options(training=Training(keep_gradients=True)), after it"
             )
 
 

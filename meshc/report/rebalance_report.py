@@ -6,7 +6,7 @@
       model.layers.0.mlp.experts  8        2      1.84    1.02   4      3.1 MB
       model.layers.1.mlp.experts  8        2      1.03                  stays: 1.01 at best
 
-With `Options(expert_copies=)` a column more says how many copies there are.
+With `Options(experts=Experts(copies=))` a column more says how many copies there are.
 """
 
 from __future__ import annotations

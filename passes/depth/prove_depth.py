@@ -26,7 +26,7 @@ from meshc.passes.phases.request import Request
 
 def with_depth(outset: CompilationPhase, whole_ends: bool = False) -> CompilationPhase:
     """The phase with the captured depth, or with a note of why all layers are captured."""
-    if outset.request.depth == "whole":
+    if outset.request.options.debugging.depth == "whole":
         return outset
     if any(str(name).isdecimal() for place in outset.request.numbers for _, name in place.steps):
         return outset.with_notes(whole_note("a number that is an input is one layer's"))

@@ -69,8 +69,8 @@ def _same_plan(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class RequestChange:
-    """`said` of what the user writes has HEAD in the place of the head's module. `asks` other fields of the request, `writes` another
-    plan; `stores`: another store clause of an axis."""
+    """`said` of what the user writes has HEAD in the place of the head's module. `asks` other fields of the request and other options, by
+    name, `writes` another plan; `stores`: another store clause of an axis."""
 
     said: str
     asks: Mapping[str, object] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class RequestChange:
     stores: bool = False
 
     def of(self, request: Request, plan: Plan) -> Request:
-        return replace(request, plan=self.writes(plan), **self.asks)  # type: ignore[arg-type]
+        return request.having(plan=self.writes(plan), **self.asks)
 
     def and_also(self, other: RequestChange) -> RequestChange:
         said, asks = f"{self.said} and {other.said}", {**self.asks, **other.asks}
@@ -137,7 +137,7 @@ class ChangeTrials:
 
     def _differs(self) -> bool:
         """Whether the closest program was made under another request than the user's own."""
-        return bool(self.axes) or self.asked.request.remat is None or self.asked.mesh.pipeline_axis is not None
+        return bool(self.axes) or self.asked.request.options.remat is None or self.asked.mesh.pipeline_axis is not None
 
     def _try_as_requested(self, near: Sequence[tuple[RequestChange, TriedChange]]) -> Iterator[tuple[RequestChange, TriedChange]]:
         for change, _ in near[:AGAIN] if self.axes else near:
@@ -191,10 +191,10 @@ def _closest_request(left: LoweredProgram) -> Request:
     request, pipeline = left.request, left.pipeline
     if pipeline is None:
         return request
-    if request.remat is None and request.grad and request.memory_budget is not None:
-        request = replace(request, remat=WIDEST)
-    named = request.schedule is not None or pipeline.schedule.name not in schedules.names()
-    return request if named else replace(request, schedule=pipeline.schedule.name)
+    if request.options.remat is None and request.grad and request.options.budget is not None:
+        request = request.having(remat=WIDEST)
+    named = request.options.pipeline.schedule is not None or pipeline.schedule.name not in schedules.names()
+    return request if named else request.having(schedule=pipeline.schedule.name)
 
 
 def _seconds(left: LoweredProgram) -> float:
@@ -217,7 +217,7 @@ def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[Reque
         yield from _store_changes(left)
     if request.train and request.chunks is None and not plan.chunks:
         yield RequestChange(f"`chunk {HEAD}: {CHUNKS}` in the plan", {"chunks": CHUNKS})
-    if request.grad and request.remat not in (None, WIDEST):
+    if request.grad and request.options.remat not in (None, WIDEST):
         yield RequestChange(f"Options(remat={WIDEST!r})", {"remat": WIDEST})
     count = _microbatch_count(left, budget)
     if count is not None:
@@ -232,11 +232,12 @@ def _offload_change(what: str) -> RequestChange:
 
 def _pipeline_changes(asked: Request, budget: int) -> Iterator[RequestChange]:
     """Of what a pipeline is asked for: what leaves the search more to choose, or has fewer microbatches in flight."""
-    if asked.train and asked.schedule not in (None, LEAST):
-        yield RequestChange(f"Options(schedule={LEAST!r})", {"schedule": LEAST})
-    if asked.pp_splits:
-        yield RequestChange("no Options(pp_splits=)", {"pp_splits": ()})
-    if asked.memory_budget is None and asked.grad:
+    pipeline, spelled = asked.options.pipeline, asked.options.as_written
+    if asked.train and pipeline.schedule not in (None, LEAST):
+        yield RequestChange(spelled(f"Options(pipeline=Pipelining(schedule={LEAST!r}))"), {"schedule": LEAST})
+    if pipeline.splits:
+        yield RequestChange(spelled("no Options(pipeline=Pipelining(splits=))"), {"pp_splits": ()})
+    if asked.options.budget is None and asked.grad:
         yield RequestChange(f"Options(memory_budget={budget}), for which values are recomputed", {"memory_budget": budget})
 
 

@@ -33,7 +33,7 @@ Again = Callable[[PlacedModel], LoweredProgram]
 
 def refuse_over_budget(placed: PlacedModel, left: LoweredProgram, lower: Lower) -> None:
     """Raises NothingFits for a program that holds more than the user's budget, `left` of what was `placed` under the user's request."""
-    budget = left.request.memory_budget
+    budget = left.request.options.budget
     if budget is None or left.request.double:
         return
     program = left.as_program()

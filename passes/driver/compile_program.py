@@ -68,7 +68,7 @@ def compile_program(request: Request, hook: Hook | None = None, traced: TracedMo
         if is_depth_valid(traced, request):
             with contextlib.suppress(Unequal):
                 return _compile_trace(traced.copy_for_request(request), hook)
-        return compile_program(replace(request, depth="whole"), hook)
+        return compile_program(request.having(depth="whole"), hook)
 
 
 def _compile_request(hook: Hook | None, request: Request) -> tuple[PlainProgram, LoweredProgram]:
@@ -157,12 +157,12 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
             return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)
-        return compile_program(replace(request, depth="whole"))
+        return compile_program(request.having(depth="whole"))
 
 
 def whole_view(request: Request) -> Joint:
     """The global view of a model with its update, all of its layers captured."""
-    return run_pass(pipeline.UPDATE, trace(replace(request, depth="whole"))).operators()
+    return run_pass(pipeline.UPDATE, trace(request.having(depth="whole"))).operators()
 
 
 def update_and_factorize(traced: TracedModel, hook: Hook | None = None) -> PlacedModel:
@@ -180,7 +180,7 @@ def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgr
         left = _within_budget(placed, hook)
     except pipeline_memory.DoesNotFit as error:
         raise budget_errors.no_stages_error(placed, error, _lower_or_unchunk) from None
-    if left.request.memory_budget is not None:
+    if left.request.options.budget is not None:
         budget_errors.refuse_over_budget(placed, left, partial(_lower_or_unchunk, begun=PassMemo(REFUSED)))
     return left
 
@@ -194,7 +194,7 @@ def _settle_microbatches(request: Request) -> Request:
 
 def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
-    again = placed.request.memory_budget is not None
+    again = placed.request.options.budget is not None
     if not again and placed.mesh.device_type != "cuda":  # no bound
         return _lower_or_unchunk(placed, hook)
     return within_budget.lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()) if again else _lower_or_unchunk)

@@ -35,10 +35,11 @@ def _pipeline_info(lowered: LoweredProgram) -> Info:
     request, pipeline = lowered.request, lowered.pipeline
     if pipeline is None:
         return {}
-    made = request.schedule if request.schedule is None or isinstance(request.schedule, str) else str(pipeline.schedule)
-    asked: Info = {"schedule": made, "pp_splits": list(request.pp_splits)}
-    if request.stages_per_rank is not None:
-        asked["stages_per_rank"] = request.stages_per_rank
+    given = request.options.pipeline
+    made = given.schedule if given.schedule is None or isinstance(given.schedule, str) else str(pipeline.schedule)
+    asked: Info = {"schedule": made, "pp_splits": list(given.splits or ())}
+    if given.stages_per_rank is not None:
+        asked["stages_per_rank"] = given.stages_per_rank
     return asked
 
 

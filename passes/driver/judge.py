@@ -39,7 +39,7 @@ from meshc.plan.plan_candidate import PlanCandidate
 TOO_LARGE: Final = "more than a rank may hold"
 FAR: Final = 0.15
 """By how much the estimate of a first answer must be above a plan elsewhere for no other question to be asked."""
-UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(depth="whole") takes them one by one'
+UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(debugging=Debugging(depth="whole")) takes them one by one'
 
 Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 

@@ -70,7 +70,8 @@ def nothing_fits(
 ) -> NothingFits:  # fmt: skip
     """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
     lines about the largest at the peak of the program that holds least."""
-    said = "the device's memory" if placed.request.memory_budget is None else f"Options(memory_budget={placed.request.memory_budget})"
+    given = placed.request.options.budget
+    said = "the device's memory" if given is None else f"Options(memory_budget={given})"
     start = f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said})"
     closest = min(holds, key=lambda one: one.total, default=None)
     if closest is None:
@@ -83,7 +84,7 @@ def nothing_fits(
 
 def plan_exceeds_budget(placed: PlacedModel, budget: int, holds: RankBytes, values: Sequence[str], trying: ChangeTrial) -> NothingFits:
     """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
-    policy = placed.request.remat
+    policy = placed.request.options.remat
     again = "" if policy in (None, "none") else f", although backward recomputes what Options(remat={policy!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}:"
     return _ErrorText(placed, budget, holds, start, values).without_changes(trying)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from meshc.ir.graph import copy_graph
+from meshc.options import Options
 from meshc.passes import pipeline
 from meshc.passes.driver.pass_history import PassHistory
 from meshc.passes.pass_runner import run_pass, run_passes
@@ -25,12 +26,12 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 
-ASKED_LATER = ("remat", "spare")
-"""What of a request nobody reads before `recompute`."""
+ASKED_LATER: Final = {"remat": None, "spare": 0}
+"""What of a request nobody reads before `recompute`, as it is where nobody says it."""
 OWN = ("request", "plan", "sizes", "seconds", "pins", "chunked", "assignment")
 """What of a phase follows from its request, is of no consequence, or is made by the passes from `annotate` on."""
 
-ALIKE: Final = (str, int, float, Plan)
+ALIKE: Final = (str, int, float, Plan, Options)
 """What says all that it is as text."""
 
 
@@ -77,8 +78,8 @@ class PassMemo:
 
 def _has_same_request(one: PlacedModel, other: PlacedModel) -> bool:
     """Whether they begin alike: all but what is asked later is the same, or says the same."""
-    mine, others = ((each.request, each) for each in (one, other))
-    asked = [each.name for each in fields(Request) if each.name not in ASKED_LATER]
+    mine, others = ((each.request.having(**ASKED_LATER), each) for each in (one, other))
+    asked = [each.name for each in fields(Request)]
     given = [each.name for each in fields(PlacedModel) if each.name not in OWN]
     return (
         _has_equal_fields(mine[0], others[0], asked) and _has_equal_fields(mine[1], others[1], given) and str(one.plan) == str(other.plan)

@@ -45,7 +45,7 @@ SIZES: Final = "sizes"
 def may_replay(placed: PlacedModel) -> bool:
     """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
     request, plan = placed.request, placed.plan
-    budget = request.memory_budget is not None or request.host_budget is not None
+    budget = request.options.budget is not None or request.options.host_room is not None
     lines = plan.kept or plan.offloads or open_axes(plan)
     cut = request.mesh.pipeline_axis is not None or request.microbatches != 1
     return not (budget or lines or cut or request.offloaded or placed.opened is not None or placed.parts is not None)

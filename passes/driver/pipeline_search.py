@@ -67,8 +67,8 @@ fill the pipeline better and cost more launches and messages."""
 
 def settle_microbatches(request: Request) -> Request:
     """With the number of microbatches that follows from the rest of the request, where one does."""
-    if isinstance(request.schedule, str) and ":" in request.schedule:
-        return replace(request, microbatches=parse(request.schedule, ()).microbatches)
+    if isinstance(schedule := request.options.pipeline.schedule, str) and ":" in schedule:
+        return replace(request, microbatches=parse(schedule, ()).microbatches)
     return request
 
 
@@ -109,17 +109,17 @@ def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
 
 def may_recompute(request: Request) -> bool:
     """Whether values are recomputed to keep the budget: one that the user said, without a policy."""
-    return request.remat is None and request.grad and request.memory_budget is not None
+    return request.options.remat is None and request.grad and request.options.budget is not None
 
 
 def _search_by_policy(placed: PlacedModel, hook: Hook | None, need: MemoryNeed) -> LoweredProgram:
     """What is tried last: cuts follow from what a policy recomputes, and may be others. Raises DoesNotFit."""
     request = placed.request
     try:
-        return search_pipeline(placed.restart_for_request(replace(request, remat=LAST)), hook).with_notes(BY_LAST)
+        return search_pipeline(placed.restart_for_request(request.having(remat=LAST)), hook).with_notes(BY_LAST)
     except DoesNotFit as error:
         if request.double:  # it is compared with the model, and runs on no rank
-            return search_pipeline(placed.restart_for_request(replace(request, memory_budget=None)), hook)
+            return search_pipeline(placed.restart_for_request(request.having(memory_budget=None)), hook)
         raise DoesNotFit(least_need([need, error.need]), request) from None
 
 
@@ -284,7 +284,7 @@ class PipelineSearch:
 
         def candidates() -> Iterator[tuple[PipelineShape, float]]:
             yield from uncut.shapes.can
-            if best is not None or self.budget is None or uncut.lowered.request.pp_splits:
+            if best is not None or self.budget is None or uncut.lowered.request.options.pipeline.splits:
                 return
             seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
             for shape, need in large:  # which grows by those that hold more than they were estimated to

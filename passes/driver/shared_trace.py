@@ -153,7 +153,7 @@ def _may_share(request: Request) -> bool:
     """Whether its sizes may be left open: not where the caller leaves some open, where the trace is of a part of the batch or counts its
     tokens, and not where the passes are to be seen at work."""
     watched = environment.dump_folder() is not None or environment.verifying()
-    counts = request.expert_bound is not None or request.expert_capacity is not None
+    counts = request.options.experts.bound is not None or request.options.experts.capacity is not None
     return not (watched or counts or request.dynamic or mean_of_parts.means(request) or LENGTH in request.kwargs)
 
 

@@ -81,9 +81,9 @@ def lower_within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) ->
     """Where there is something to choose for it, what `lower` leaves that keeps the budget and is fastest by the clock; where nothing does,
     what holds least. `hook` hears of the passes that led there."""
     room = host_budget_of(placed.request)
-    request = replace(placed.request, host_budget=None)
+    request = placed.request.having(host_budget=None)
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
-    if budget is None or not (pipelined or (request.remat is None and request.grad)):
+    if budget is None or not (pipelined or (request.options.remat is None and request.grad)):
         return lower(placed, hook)
     found = attempt(lambda: _best_chunking(placed, request, budget, lower))
     if isinstance(found, Refusal):
@@ -99,7 +99,7 @@ def _best_with_rings(placed: PlacedModel, request: Request, best: _MeasuredProgr
     """What holds less where keys pass round, if the best holds too much with some gathered."""
     if best.held <= budget or not best.left.placed.require_assignment().gathered:
         return best
-    passing = attempt(lambda: _best_chunking(placed, replace(request, attention="ring"), budget, lower))
+    passing = attempt(lambda: _best_chunking(placed, request.having(attention="ring"), budget, lower))
     return passing.with_notes(BY_RINGS) if isinstance(passing, _MeasuredProgram) and passing.held < best.held else best
 
 
@@ -114,9 +114,9 @@ def _best_on_host(placed: PlacedModel, best: _MeasuredProgram, budget: int, room
     if not offload_plans.is_worth_trying(best.left, best.seconds, best.held, budget):
         return best
     left = best.left
-    settled = replace(
-        placed.request, chunks=None if left.placed.chunked is None else left.placed.chunked.count,
-        microbatches=left.request.microbatches, attention=left.request.attention,
+    settled = placed.request.having(
+        chunks=None if left.placed.chunked is None else left.placed.chunked.count,
+        microbatches=left.request.microbatches, attention=left.request.options.sequence.attention,
     )  # fmt: skip
     for found in _try_offload_plans(placed, left, settled, budget, room, lower):
         best = found if _is_better(found, best, budget) else best
@@ -200,7 +200,7 @@ def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: 
         if not (enough or last):
             continue  # as little is kept as can be
         heard = PassHistory() if last else _HistoryWithBytes()
-        asked = replace(request, remat=LAST) if last else replace(request, spare=spare)
+        asked = request.having(remat=LAST) if last else replace(request, spare=spare)
         try:
             left = lower(placed.restart_for_request(asked), heard.hook)
         except DoesNotFit:

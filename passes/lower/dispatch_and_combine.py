@@ -9,7 +9,7 @@
 A group of experts reads the rows of tokens that chose one of its experts, and returns nothing for others; all ranks know all choices, which
 the experts need in any case. Where most tokens go to a group, or messages are small, all rows are sent instead: an all-gather and a
 reduce-scatter, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes lead between nodes and inside them, rows
-may travel in two hops (`dispatch_hops.py`), as `Options(expert_dispatch=)` or the cost model decides.
+may travel in two hops (`dispatch_hops.py`), as `Options(experts=Experts(dispatch=))` or the cost model decides.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def dispatch_and_combine(lowered: LoweredProgram) -> LoweredProgram:
 
 def _refuse_flat_dispatch(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
     """Raises PlanError if the user asked for hierarchical dispatch and no rows are dispatched."""
-    if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
+    if lowered.request.options.experts.dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
         return
     raise PlanError(
-        f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its '
-        "experts, evenly and behind no other, so that all rows travel\n  what to do: leave the option out; or give a batch that these axes "
-        "divide, and a mesh in which they stand behind the others that split it"
+        f'Options(experts=Experts(dispatch="hierarchical")): tokens of {record(node).source.module} do not lie along the axes that split '
+        "its experts, evenly and behind no other, so that all rows travel\n  what to do: leave the option out; or give a batch that these "
+        "axes divide, and a mesh in which they stand behind the others that split it"
     )
 
 
@@ -149,7 +149,7 @@ def _cheapest_exchange(
 ) -> Node | None:
     """Emits the fastest exchange of `rows`, with the weights `beside` them, in place of the collective `whole` over all rows; None if
     `whole` is predicted to be faster."""
-    device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
+    device, asked = for_mesh(lowered.mesh), lowered.request.options.experts.dispatch
     parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
     gathers = whole.target is spmd.all_gather
     both, brought = rows, made

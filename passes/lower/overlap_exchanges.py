@@ -40,7 +40,7 @@ ALONE: Final = 8
 def overlap_exchanges(lowered: LoweredProgram) -> LoweredProgram:
     """Reorders each stage; values do not change."""
     for stage in lowered.stages.values():
-        overlap_graph(stage.graph, sink=lowered.request.memory_budget is None)
+        overlap_graph(stage.graph, sink=lowered.request.options.budget is None)
     return lowered
 
 

@@ -49,7 +49,8 @@ def _refuse_to_send(lowered: LoweredProgram) -> None:
                 found = record(value)
                 raise CompileError(
                     f"{value.name} at {found.source} lies on the host by `{found.reason}`, and another pipeline stage reads it\n"
-                    "  what to do: name fewer modules in that line, or let a stage begin at another module (Options(pp_splits=...))"
+                    "  what to do: name fewer modules in that line, or let a stage begin at another module "
+                    "(Options(pipeline=Pipelining(splits=...)))"
                 )
 
 

@@ -41,10 +41,10 @@ def recompute(lowered: LoweredProgram) -> LoweredProgram:
     kept = _kept_names(lowered, forward)
     fixed = {node for node in forward if records(node)[0].of in kept}
     checkpointed = any(records(node)[0].source.region for node in forward)
-    if checkpointed or {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
-        recompute_all_but_least(recomputable_of_stage(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
+    if checkpointed or {request.options.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
+        recompute_all_but_least(recomputable_of_stage(lowered, request.options.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
-    if request.remat is not None:
+    if request.options.remat is not None:
         return lowered
     if budget is None:
         return recompute_by_price(lowered, settled_values(lowered))

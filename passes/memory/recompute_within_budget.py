@@ -104,12 +104,14 @@ class _RecomputedProgram:
 def may_hold(request: Request) -> int | None:
     """Bytes of the user's budget. What is widened to float64, to be compared with the model, may hold twice that, so that it recomputes
     about what the program does that will run."""
-    return None if request.memory_budget is None else request.memory_budget * (2 if request.double else 1)
+    said = request.options.budget
+    return None if said is None else said * (2 if request.double else 1)
 
 
 def host_budget_of(request: Request) -> int | None:
     """Likewise bytes of its host; None where a budget moves nothing there."""
-    return None if request.host_budget is None else request.host_budget * (2 if request.double else 1)
+    said = request.options.host_room
+    return None if said is None else said * (2 if request.double else 1)
 
 
 def held_bytes(lowered: LoweredProgram) -> int:

@@ -33,7 +33,7 @@ def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
         if port.kind in ("parameter", "state") and port.sharding is not None:
             stored += prod(local_shape(port.sharding, phase.sizes)) * port.dtype.itemsize
             whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
-    budget = phase.request.memory_budget or for_mesh(phase.mesh).memory_bytes
+    budget = phase.request.options.budget or for_mesh(phase.mesh).memory_bytes
     return (stored + whole) / axis.size <= SHARE * budget
 
 
@@ -42,7 +42,7 @@ def make_main_stage(placed: PlacedModel) -> LoweredProgram:
     joint = placed.joint
     inputs, cut = (joint.inputs, {}) if placed.parts is None else mean_of_parts.cut_inputs(joint.inputs, placed.parts)
     wants = [port.sharding for port in joint.outputs if port.sharding is not None]
-    guarded = placed.mesh.device_type if placed.request.check_indices else None
+    guarded = placed.mesh.device_type if placed.request.options.debugging.check_indices else None
     late = () if placed.chunked is None else placed.chunked.nodes
     assignment, once = assign_zigzag(placed.require_assignment(), joint.graph), gathers_once(placed, joint.inputs)
     graph = partition(joint.graph, assignment, inputs, wants, cut, placed.traced.dynamic, once, guarded, late)

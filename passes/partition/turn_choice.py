@@ -112,7 +112,7 @@ def choose_turns(placed: PlacedModel) -> PlacedModel:
             continue
         key = _call_key(instance, axes)
         if key not in known:
-            known[key] = pricing.best(instance, axes, placed.request.recurrence)
+            known[key] = pricing.best(instance, axes, placed.request.options.sequence.recurrence)
         found[node] = known[key]
     turns = {node: way for node, (way, _) in found.items() if way is not None}
     return replace(placed, assignment=replace(decided, turns=turns)).with_notes(*_notes(placed, found), *_replicated_notes(placed, pricing))

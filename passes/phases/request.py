@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshc.frontend.clipping import Clip
 from meshc.frontend.dynamic_dims import DynamicDims
-from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.read_places import ReadPlace
 from meshc.ir.functions import Function
@@ -18,8 +18,8 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.options import Options
 from meshc.passes.phases.choices import NamedChoices
-from meshc.passes.phases.schedule_kind import Lists
 from meshc.plan.plan import Plan
 
 
@@ -40,30 +40,18 @@ class Request:
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
     adds          gradient accumulation: a training step adds gradients to those of the calls before, and nothing is updated
     hooks         by parameter, hooks that run on its gradient before clipping and the update
-    microbatches  None: as many as are predicted to be fastest
+    microbatches  a TrainStep's, or an option's, once it is decided; None: as many as are predicted to be fastest
+    options       the user's, or what passes try in their place
     joined        how inputs were joined, where each rank passes a part
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of the microbatches' own results
     fixed         storage of parameters, as another program of the same model has fixed it
     offloaded     names of parameters of `fixed` that are kept on the host
     dynamic       which dims of the inputs are left open
-    schedule      of a pipeline: a name, each rank's list as text, or a function that returns these lists
-    stages_per_rank  of a pipeline; None: as many as the schedule wants
-    memory_budget  bytes that a rank may hold; None: a GPU's memory, for choices that are not fixed
-    host_budget   bytes of host memory that a rank may use to keep that budget; None: only what the plan offloads
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
-    pp_splits     modules at which the second and further stages of a pipeline begin
-    check_indices  labels and indices that are out of range for their reader are refused
     backend       what will run the program
     searched      an earlier search's result for the axes that the plan leaves open; None: they are searched
-    depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
-    remat         recompute policy's name; None: what keeps `memory_budget`, or what is cheap
-    attention     "ring", "zigzag" or "gather": how keys reach ranks where the sequence is split; None: what is predicted to be faster
-    must_pass     with "ring" or "zigzag": attention whose keys cannot pass round is refused; False: they are gathered, and a note says so
-    recurrence    "turns" or "join": how ranks take the steps of a split sequence; None: what is predicted to be faster
-    expert_bound  places for dispatched rows on a rank, in multiples of an even load; None: the worst case
-    expert_dispatch  "flat", "hierarchical" or "auto": how rows are dispatched to experts on other nodes
-    expert_capacity  how many of the tokens that choose it an expert takes; None: all
-    expert_bias_update  by how much routers' biases change after a step, towards less chosen experts; None: not at all
+    must_pass     of attention "ring" or "zigzag": what cannot pass its keys round is refused, as the user has asked for one of them; False:
+                  they are gathered, and a note says so
     chunks        number of chunks of tokens in which a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of `memory_budget` reserved for what passes after `recompute` and `stages` add
     beaten_s      seconds of a plan on another mesh: Beaten is raised where this one cannot be faster; None: none is known
@@ -85,6 +73,7 @@ class Request:
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     clip_grad_norm: Clip = None
     microbatches: int | None = 1
+    options: Options = Options()
     inputs: str = "global"
     joined: JoinedInputs | None = None
     outputs: str = "plain"
@@ -95,25 +84,11 @@ class Request:
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     dynamic: DynamicDims = DynamicDims()
-    schedule: str | Lists | None = None
-    stages_per_rank: int | None = None
-    pp_splits: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
-    memory_budget: int | None = None
-    host_budget: int | None = None
     gather_once: bool = True
-    check_indices: bool = True
     backend: str = "eager"
     searched: NamedChoices | None = None
-    depth: str = "auto"
-    remat: str | None = None
-    attention: str | None = None
     must_pass: bool = False
-    recurrence: str | None = None
-    expert_bound: float | None = None
-    expert_dispatch: str = "auto"
-    expert_capacity: Capacity | None = None
-    expert_bias_update: float | None = None
     chunks: int | None = None
     spare: int = 0
     beaten_s: float | None = None
@@ -123,6 +98,11 @@ class Request:
     def count(self) -> int:
         """Number of microbatches, once that is decided."""
         return self.microbatches or 1
+
+    def having(self, **changes: Any) -> Request:
+        """With other fields; what is none of them is an option, by name."""
+        own = {one.name: changes.pop(one.name) for one in fields(self) if one.name in changes}
+        return replace(self, options=self.options.having(**changes), **own)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ Kind = TypeVar("Kind", bound=Propagator)
 def assign(placed: PlacedModel) -> PlacedModel:
     placed = mark_chunked_head(placed)
     decides = propagator(placed, Propagator)
-    decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
+    how = placed.request.options.sequence.attention
+    decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, how, placed.request.grad)
     placed = replace(placed, assignment=decides.assign_shardings())
     about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *recurrent_notes(placed))
     return placed.with_notes(*_replication_notes(placed), *_whole_updates(placed, decides), *about_the_plan)
@@ -94,16 +95,17 @@ def _no_rings(placed: PlacedModel, rings: Rings) -> list[str]:
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
     found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.require_assignment())]
     if found and placed.request.must_pass:
-        raise PlanError("\n".join(_cannot_pass(rings, record, why) for record, why in found))
+        raise PlanError(placed.request.options.as_written("\n".join(_cannot_pass(rings, record, why) for record, why in found)))
     return [f"the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}" for record, why in found]
 
 
 def _cannot_pass(rings: Rings, record: Record, why: str) -> str:
     module = record.source.module or "attention"
     return (
-        f"Options(attention='{rings.how}'): the keys of {module} cannot pass round, in {record.source}: {why}\n"
-        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave Options(attention=)\n"
-        "  out, so that its keys are gathered, and those of each other attention go the way that is predicted to be faster"
+        f"Options(sequence=SplitSequence(attention='{rings.how}')): the keys of {module} cannot pass round, in {record.source}: {why}\n"
+        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave "
+        "Options(sequence=SplitSequence(attention=))\n  out, so that its keys are gathered, and those of each other attention go the way "
+        "that is predicted to be faster"
     )
 
 

@@ -69,8 +69,9 @@ def cut_stages(lowered: LoweredProgram) -> LoweredProgram:
 
 def _idle_options(request: Request) -> list[str]:
     """A note on pipeline options that have no effect on a mesh without a pipeline axis."""
-    given = [f"{name}=" for name in ("schedule", "pp_splits", "stages_per_rank") if getattr(request, name)]
-    return [f"Options({', '.join(given)}) has no effect: the mesh {request.mesh} has no axis pp of two ranks or more"] if given else []
+    given = [f"{name}=" for name in ("schedule", "splits", "stages_per_rank") if getattr(request.options.pipeline, name)]
+    said = f"Options(pipeline=Pipelining({', '.join(given)})) has no effect: the mesh {request.mesh} has no axis pp of two ranks or more"
+    return [request.options.as_written(said)] if given else []
 
 
 class UncutProgram:
@@ -100,7 +101,7 @@ class UncutProgram:
     def shapes(self) -> PipelineShapes:
         request = self.lowered.request
         found = possible_shapes(request, self.halves.found, self.work, self.sums)
-        return found if request.pp_splits else refine_cuts(found, self.work)
+        return found if request.options.pipeline.splits else refine_cuts(found, self.work)
 
     def estimate_shapes(self, request: Request) -> PipelineShapes:
         """Shapes for another number of microbatches, estimated from the program lowered for this one."""

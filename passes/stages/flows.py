@@ -123,7 +123,8 @@ def _refuse_used_rows(sent: Iterable[Node]) -> None:
         if dim_of(node) is not None:
             raise PlanError(
                 f"a stage of the pipeline begins within the experts of {record(node).source.module or 'the model'}\n"
-                "  what to do: name modules in Options(pp_splits=...) that hold a layer's experts whole, or stand behind them"
+                "  what to do: name modules in Options(pipeline=Pipelining(splits=...)) that hold a layer's experts whole, or "
+                "stand behind them"
             )
 
 

@@ -39,7 +39,7 @@ class DoesNotFit(PlanError):
     """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/budget_errors.py`)."""
 
     def __init__(self, need: MemoryNeed, request: Request) -> None:
-        most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
+        most, kept, said = need.most, sum(need.most.kept.values()), request.options.budget
         source = "the device's memory" if said is None else f"Options(memory_budget={said})"
         super().__init__(
             f"a rank of the pipeline may hold {may_hold(request):,} bytes ({source}), but {need.schedule} with microbatches="
@@ -55,7 +55,7 @@ def budget_of(request: Request) -> int | None:
     said = recompute_within_budget.may_hold(request)
     if said is not None:
         return said - request.spare
-    return None if request.microbatches is not None and request.schedule is not None else may_hold(request)
+    return None if request.microbatches is not None and request.options.pipeline.schedule is not None else may_hold(request)
 
 
 def may_hold(request: Request) -> int | None:
@@ -65,8 +65,8 @@ def may_hold(request: Request) -> int | None:
     """
     if request.double:
         return None
-    if request.memory_budget is not None:
-        return request.memory_budget
+    if request.options.budget is not None:
+        return request.options.budget
     return int(for_mesh(request.mesh).memory_bytes) if request.mesh.device_type == "cuda" else None
 
 

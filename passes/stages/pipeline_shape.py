@@ -127,7 +127,7 @@ def possible_shapes(request: Request, found: Kinds, work: StageWork, sums: bool 
     """The schedule that the user asked for, else all of them, each with the cuts into stages of equal time that are fastest under it.
     `sums`: whether backward reads sums over all microbatches."""
     trains = bool(found.backward)
-    named = _named_cuts(request, found) if request.pp_splits else None
+    named = _named_cuts(request, found) if request.options.pipeline.splits else None
     stages = _requested_stages(request, named)
     balanced = cache(partial(_balanced_cuts, work))
 
@@ -139,8 +139,8 @@ def possible_shapes(request: Request, found: Kinds, work: StageWork, sums: bool 
             refuse_early_backward(made[0].name, made[0].actions)
         return fastest(made, work)
 
-    if request.schedule is not None:
-        return PipelineShapes((fastest_shape(_requested_schedule(request.schedule, trains, stages, request)),))
+    if (schedule := request.options.pipeline.schedule) is not None:
+        return PipelineShapes((fastest_shape(_requested_schedule(schedule, trains, stages, request)),))
     can: list[tuple[PipelineShape, float]] = []
     cannot: dict[str, Refusal] = {}
     for name in schedules.names():
@@ -238,13 +238,14 @@ def _ranks(request: Request, kind: ScheduleKind | str, stages: int | None) -> tu
 
 def _requested_stages(request: Request, named: tuple[int, ...] | None) -> int | None:
     """Number of stages that the user requested, by modules or by stages per rank; None: the schedule decides."""
-    axis, each = request.mesh.pipeline_axis, request.stages_per_rank
+    axis, each = request.mesh.pipeline_axis, request.options.pipeline.stages_per_rank
     assert axis is not None
     if named is not None and each is not None and len(named) + 1 != each * axis.size:
-        raise PlanError(
-            f"pp_splits make {len(named) + 1} stages, but stages_per_rank={each} on {axis} is {each * axis.size}\n"
-            f"  what to do: name {each * axis.size - 1} modules in pp_splits, or leave stages_per_rank out"
+        said = (
+            f"Pipelining(splits=) make {len(named) + 1} stages, but stages_per_rank={each} on {axis} is {each * axis.size}\n"
+            f"  what to do: name {each * axis.size - 1} modules in Pipelining(splits=), or leave stages_per_rank out"
         )
+        raise PlanError(request.options.as_written(said))
     return len(named) + 1 if named is not None else None if each is None else each * axis.size
 
 
@@ -268,15 +269,16 @@ def _requested_schedule(schedule: str | Lists, trains: bool, stages: int | None,
 def _named_cuts(request: Request, found: Kinds) -> tuple[int, ...]:
     """Cuts before the first operator of each named module."""
     modules = [records(node)[0].source.module for node in found.forward]
-    cuts = []
-    for name in request.pp_splits:
+    cuts, splits, spelled = [], request.options.pipeline.splits or (), request.options.as_written
+    for name in splits:
         first = next((i for i, module in enumerate(modules) if _inside(module, name)), None)
         if first is None:
             known = ", ".join(dict.fromkeys(module for module in modules if module and module.count(".") <= name.count(".")))
-            raise PlanError(f"pp_splits: no operator of the model is in a module {name!r}; there are {known}")
+            raise PlanError(spelled(f"Pipelining(splits=): no operator of the model is in a module {name!r}; there are {known}"))
         cuts.append(first)
     if cuts != sorted(set(cuts)) or 0 in cuts:
-        raise PlanError(f"pp_splits={list(request.pp_splits)}: name modules in the order in which they run, the first one left out")
+        said = f"Pipelining(splits={list(splits)}): name modules in the order in which they run, the first one left out"
+        raise PlanError(spelled(said))
     return tuple(cuts)
 
 

@@ -17,7 +17,10 @@ from meshc.pipelining.schedule import Action
 from meshc.program.accumulate import ADDED, whole_of
 from meshc.program.program import Stage
 
-ADVICE = '\n  what to do: Options(schedule="gpipe"), which does; microbatches=1; or a mesh without pp, where forward runs twice instead'
+ADVICE = (
+    '\n  what to do: Options(pipeline=Pipelining(schedule="gpipe")), which does; microbatches=1; or a mesh without pp, where forward runs '
+    "twice instead"
+)
 
 
 def reads_sums(each: Stage) -> bool:
@@ -44,5 +47,6 @@ def refuse_sums_of_other_stages(stages: Sequence[Stage], made: Mapping[str, tupl
             if is_a(key, *ADDED) and (halves[key].op != FORWARD or stage.name != f"backward_{halves[key].stage}"):
                 raise CompileError(
                     f"{stage.name} reads the sum over the whole batch of {name_of(key)}, which stage {halves[key].stage} makes\n"
-                    "  what to do: Options(pp_splits=...) that leave both to one stage, microbatches=1, or a mesh without pp"
+                    "  what to do: Options(pipeline=Pipelining(splits=...)) that leave both to one stage, microbatches=1, or a mesh "
+                    "without pp"
                 )

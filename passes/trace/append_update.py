@@ -53,7 +53,7 @@ def append_update(traced: TracedModel) -> TracedModel:
     with slice_layers(traced.request.module, traced.depth):
         modules = dict(traced.request.module.named_parameters())
         uncalled = unchosen_parameters(traced.request.module)
-        step, model = traced.request.expert_bias_update, traced.request.module
+        step, model = traced.request.options.experts.bias_update, traced.request.module
         kept += [] if step is None else bias_updates(model, step, entered, kept, add.call)
     if not gradients:
         _refuse_frozen(list(modules))
@@ -189,7 +189,7 @@ def _foreign_parameter_notes(
 
 def _without_masters(spec: OptimizerSpec) -> list[str]:
     """A note where master weights are requested and no parameter has 16 bits."""
-    asked = any(group.keeping.master for group in spec.groups)
+    asked = any(group.keeping.master_weights for group in spec.groups)
     made = any(slot.name == MASTER for group in spec.groups for slots in group.slots for slot in slots)
     return ["master_weights=True: no parameter of the optimizer has 16 bits, so none has a master"] if asked and not made else []
 

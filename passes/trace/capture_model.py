@@ -47,7 +47,7 @@ def _group_experts(outset: CompilationPhase, inputs: object) -> AbstractContextM
     """A context in which experts are traced in as many groups as the plan has, with the request's bound and capacity."""
     ask = outset.request
     groups = partial(groups_of, outset.plan, outset.sizes)
-    return formed_experts(ask.module, groups, ask.expert_bound, rows_of(inputs), ask.expert_capacity)
+    return formed_experts(ask.module, groups, ask.options.experts.bound, rows_of(inputs), ask.options.experts.limit)
 
 
 def _open(

@@ -127,7 +127,7 @@ def _count(mask: Node, parts: bool) -> Node:
 
 def _refuse_sums(name: str) -> None:
     raise CompileError(
-        f"{name} may be chosen by no row of a batch, and Options(accumulate=True) adds up gradients over calls\n"
+        f"{name} may be chosen by no row of a batch, and Options(training=Training(accumulate=True)) adds up gradients over calls\n"
         "  why: on one device it has a gradient then if any of those calls has chosen it, and is passed over if none has; which have is\n"
         "  not kept\n"
         "  what to do: TrainStep(..., microbatches=N), which adds up within a call, in the place of program.accumulate(...)"

@@ -39,7 +39,7 @@ def refuse_other_readers(joint: Joint) -> None:
             faults.append(f"{name}: {op_name(reader).removeprefix('aten.')} at {records(reader)[0].source or 'the model itself'}")
     if faults:
         raise CaptureError(
-            'Options(expert_placement="movable"), and weights of experts that are read beside their layer\'s products:\n  '
+            'Options(experts=Experts(placement="movable")), and weights of experts that are read beside their layer\'s products:\n  '
             + "\n  ".join(faults[:4])
             + "\n  what to do: leave the option out, or what reads them"
         )

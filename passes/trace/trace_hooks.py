@@ -82,8 +82,8 @@ def _trace_hooks(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
 
 _ADVICE = (
     "  what to do: make the gradient of torch operations on the gradient alone (torch.where for a branch on its values); what looks\n"
-    "  at gradients: Options(keep_gradients=True), and look at parameter.grad after the call; a norm: TrainStep(clip_grad_norm=...),\n"
-    "  and program.metrics"
+    "  at gradients: Options(training=Training(keep_gradients=True)), and look at parameter.grad after the call; a norm:\n"
+    "  TrainStep(clip_grad_norm=...), and program.metrics"
 )
 
 

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -37,12 +37,10 @@ from meshc.frontend.train_step import TrainStep
 from meshc.ir.functions import Keywords
 from meshc.ops import registered
 from meshc.optimizer.optimizer import numbers
+from meshc.options import Options
 from meshc.package import FOLDER, __version__
 from meshc.program.program import PlainProgram as Compiled
 from meshc.text import printer
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Entries = Iterable[tuple[str, object]]
 
@@ -71,7 +69,7 @@ class ComparedRequest(Protocol):
     @property
     def names(self) -> object: ...
     @property
-    def options(self) -> DataclassInstance: ...
+    def options(self) -> Options: ...
     @property
     def path(self) -> str: ...
     @property
@@ -193,10 +191,8 @@ def _describe_request(asked: ComparedRequest) -> dict[str, str]:
     found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
     found["names="] = stable(asked.names)
     found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}
-    options = asked.options
     found["the registered rules"] = stable(registered.by_name())
-    listed = [entry.name for entry in dataclasses.fields(options) if entry.name not in FOLDERS]
-    return found | {f"the option {name}": stable(getattr(options, name)) for name in listed}
+    return found | {f"the option {name}": stable(value) for name, value in asked.options.by_name().items() if name not in FOLDERS}
 
 
 def _model(module: nn.Module) -> dict[str, str]:

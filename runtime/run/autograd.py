@@ -148,7 +148,8 @@ class ProgramFunction(torch.autograd.Function):
             if scale is None:
                 raise StateError(
                     f"backward from {port.name}, which carries this rank's part of the batch, needs to know what the local loss means.\n"
-                    '  what to do: compile with options=meshc.Options(local_loss="mean") (what DDP means) or "sum"'
+                    '  what to do: compile with options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))'
+                    ' (what DDP means) or "sum"'
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)

@@ -56,13 +56,13 @@ def refusal(
 ) -> str:
     """The reason why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
-        return "off: Options(cuda_graph=False)"
+        return "off: Options(debugging=Debugging(cuda_graph=False))"
     if device.type != "cuda":
         return f"off: the mesh is on {device.type}"
     if has_backward:
         return "off: backward is another call, and comes when it likes"
     if wanted == "auto" and mode != "step" and not has_cache:
-        return "off: a call that is neither a step nor has a cache is recorded with Options(cuda_graph=True) alone"
+        return "off: a call that is neither a step nor has a cache is recorded with Options(debugging=Debugging(cuda_graph=True)) alone"
     if not waits_on_device:
         return "off: the process group's backend waits on the host (use nccl)"
     if in_stages:

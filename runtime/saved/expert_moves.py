@@ -40,7 +40,8 @@ class Placement:
         if not layers:
             raise StateError(
                 f"--rebalance-every: the experts of {path} stay where they are\n"
-                '  what to do: compile a training step with options=meshc.Options(expert_placement="movable"), or leave it out'
+                "  what to do: compile a training step with "
+                'options=meshc.Options(experts=meshc.Experts(placement="movable")), or leave it out'
             )
         self.groups = {layer: groups_of(program.plan, program.axis_sizes, layer) for layer in layers}
         if all(count == 1 for count in self.groups.values()):

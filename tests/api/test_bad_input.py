@@ -89,11 +89,11 @@ def test_words_that_are_not_known(word: str) -> None:
 
 def test_options_that_are_not_known() -> None:
     with pytest.raises(meshc.PlanError, match="use 'mean' or 'sum'"):
-        meshc.Options(local_loss="max")
+        meshc.Options(local_inputs=meshc.LocalInputs(loss="max"))
     with pytest.raises(meshc.PlanError, match=r"memory_budget=0\): at least 1"):
         meshc.Options(memory_budget=0)
-    with pytest.raises(meshc.PlanError, match=r"kept_sizes=0\): at least 1"):
-        meshc.Options(kept_sizes=0)
+    with pytest.raises(meshc.PlanError, match=r"kept_sizes=0\)\): at least 1"):
+        meshc.Options(debugging=meshc.Debugging(kept_sizes=0))
     with pytest.raises(meshc.PlanError, match=r"cache=3\): a folder, True or False"):
         meshc.Options(cache=3)  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def test_what_is_the_models_is_not_looked_for_on_its_program() -> None:
 
 def test_uneven_parts_are_parts() -> None:
     with pytest.raises(meshc.PlanError, match='each rank passes rows of its own, which is inputs="local"'):
-        meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, options=meshc.Options(uneven_rows=True))
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, options=meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True)))
 
 
 def test_a_trainable_module_needs_inputs() -> None:
@@ -303,7 +303,7 @@ def test_what_of_a_model_verify_cannot_copy_is_named() -> None:
 
 
 def test_options_of_a_pipeline_without_one_are_noted() -> None:
-    options = meshc.Options(schedule="1f1b", stages_per_rank=2)
+    options = meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b", stages_per_rank=2))
     program = meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, options=options)
-    said = "Options(schedule=, stages_per_rank=) has no effect: the mesh dp=2 has no axis pp of two ranks or more"
+    said = "Options(pipeline=Pipelining(schedule=, stages_per_rank=)) has no effect: the mesh dp=2 has no axis pp of two ranks or more"
     assert said in program.compiled.notes

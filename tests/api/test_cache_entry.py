@@ -170,7 +170,9 @@ def test_without_a_complete_key_nothing_is_kept(folder: Path, tmp_path: Path) ->
     note = next(note for note in program.compiled.notes if NOT_KEPT in note)
     assert "Net.forward (net.py:" in note and "reads environ" in note and note in program.summary()
     assert program_cache.size(folder).programs == 0
-    assert "schedule=) is a function" in importlib.import_module("meshc.api.job_key").why_none(meshc.Options(schedule=lambda *given: []))
+    assert "schedule=)) is a function" in importlib.import_module("meshc.api.job_key").why_none(
+        meshc.Options(pipeline=meshc.Pipelining(schedule=lambda *given: []))
+    )
 
 
 def test_module_mode_with_several_outputs_is_not_kept(folder: Path) -> None:

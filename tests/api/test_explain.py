@@ -115,7 +115,7 @@ def staged(lines: str = "", **options: Any) -> meshc.Program:
     model = torch.nn.Sequential(*layers)
     made = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss, microbatches=4)
     inputs = {"args": (torch.zeros(256, 16),), "kwargs": {"target": torch.zeros(256, 16)}}
-    asked = meshc.Options(schedule="1f1b", pp_splits=["2"], **options)
+    asked = meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b", splits=["2"]), **options)
     return meshc.compile(made, meshc.Mesh("pp=2"), plan=lines, options=asked, **inputs)
 
 

@@ -24,7 +24,7 @@ def kinds(program: meshc.Program) -> set[tuple[str, tuple[str, ...]]]:
 
 
 def compiled(mesh: str, heads: int = 2, plan: str = BOTH, **how: Any) -> meshc.Program:
-    options = meshc.Options(attention="ring")
+    options = meshc.Options(sequence=meshc.SplitSequence(attention="ring"))
     model = Attends(16, heads, is_causal=True)
     return meshc.compile(model, meshc.Mesh(mesh), kwargs={"x": torch.randn(2, 13, 16)}, plan=plan, options=options, **how)
 
@@ -54,9 +54,9 @@ def test_heads_go_as_far_as_they_divide(ranks: int, heads: int, mesh: str) -> No
 
 
 @pytest.mark.parametrize("mesh, options", [
-    ("cp=4", meshc.Options(attention="ring")),
-    broad("cp=4", meshc.Options(attention="zigzag")),
-    broad("dp=2,cp=4", meshc.Options(attention="ring")),
+    ("cp=4", meshc.Options(sequence=meshc.SplitSequence(attention="ring"))),
+    broad("cp=4", meshc.Options(sequence=meshc.SplitSequence(attention="zigzag"))),
+    broad("dp=2,cp=4", meshc.Options(sequence=meshc.SplitSequence(attention="ring"))),
 ])  # fmt: skip
 def test_a_training_step_is_the_models_own(mesh: str, options: meshc.Options) -> None:
     """13 positions over four ranks, of two heads: twice as many ranks as heads."""

@@ -72,7 +72,12 @@ def build(folder: Path) -> list[Path]:
         staged = meshc.TrainStep(
             chain := _chain(), optimizer=torch.optim.SGD(chain.parameters(), lr=0.1), loss=nn.functional.mse_loss, microbatches=2
         )
-        keep("pipeline", meshc.compile(staged, Mesh("pp=2"), args=(x,), kwargs={"target": x}, options=meshc.Options(pp_splits=["3"])))
+        keep(
+            "pipeline",
+            meshc.compile(
+                staged, Mesh("pp=2"), args=(x,), kwargs={"target": x}, options=meshc.Options(pipeline=meshc.Pipelining(splits=["3"]))
+            ),
+        )
         images = torch.randn(4, 1, 8, 8), torch.randint(0, 10, (9,)), torch.tensor([0, 2, 4, 7])
         keep("pooled", meshc.compile(step(Pooled()), Mesh("dp=2"), args=images, kwargs={"target": target}, backend="inductor"))
     tiles: list[tuple[Port, torch.Tensor | None]] = [(Port("parameter", "w", (4, 4), torch.float32), torch.ones(4, 4))]

@@ -56,7 +56,7 @@ def edited(saved: Path, tmp_path: Path, change: Any) -> tuple[Path, int]:
 
 def test_halos_modules_and_pipelines_come_through() -> None:
     halos, module = step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)
-    for program in (halos, module, step(nanogpt(layers=1), "pp=2", options=meshc.Options(schedule="1f1b"))):
+    for program in (halos, module, step(nanogpt(layers=1), "pp=2", options=meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b")))):
         check_program(program.compiled, "program.json")
 
 

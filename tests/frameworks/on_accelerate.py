@@ -22,7 +22,7 @@ from tests.frameworks.rows import Rows, same, same_parameters, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("accelerate")
-LOCAL: dict[str, Any] = {"inputs": "local", "options": meshc.Options(local_loss="mean")}
+LOCAL: dict[str, Any] = {"inputs": "local", "options": meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))}
 
 
 def accelerator(**kwargs: Any) -> Accelerator:
@@ -79,7 +79,7 @@ def dealt_out(mesh: Any) -> None:
     ours = accelerator()
     model = mlp()
     twin = copy.deepcopy(model)
-    options = meshc.Options(local_loss="mean")
+    options = meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))
     meshc.compile(model, mesh, args=(X[:2],), inputs="local", options=options)
     model = ours.prepare(model)
     optimizer, loader = ours.prepare(torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(X[:4], batch_size=2))

@@ -12,7 +12,7 @@ from tests.processes.session import run_checks
 
 ROWS = Rows("data")
 LOCAL = 'meshc.compile(..., inputs="local")'
-UNEVEN = 'inputs="local", options=Options(uneven_rows=True)'
+UNEVEN = 'inputs="local", options=Options(local_inputs=LocalInputs(uneven_rows=True))'
 
 for _what, _check, _line in (
     ("the same batches on every rank, the last one short", train_step.another_batch, ""),
@@ -25,9 +25,8 @@ for _what, _check, _line in (
 ):
     ROWS.row(_what, line=_line, mesh="dp=2")(_check)
 
-ROWS.row("uneven rows without being told", refused="Options(uneven_rows=True); both numbers are said", mesh="dp=2")(
-    local_inputs.short_batches
-)
+TOLD = "Options(local_inputs=LocalInputs(uneven_rows=True)); both numbers are said"
+ROWS.row("uneven rows without being told", refused=TOLD, mesh="dp=2")(local_inputs.short_batches)
 ROWS.row("parts that differ in more than rows", refused="both are shown, by all ranks, which go on", mesh="dp=2")(local_inputs.unlike_parts)
 
 

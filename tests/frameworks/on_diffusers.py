@@ -25,7 +25,7 @@ from diffusers.training_utils import EMAModel  # noqa: E402
 
 ROWS = Rows("diffusers")
 EXAMPLE = (torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
-LINE = 'program = meshc.compile(model, mesh, args=..., inputs="local", options=meshc.Options(local_loss="mean"))'
+LINE = 'program = meshc.compile(model, mesh, args=..., inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))'
 IMAGES = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -58,7 +58,9 @@ class Job:
         torch.manual_seed(place)  # of what each draws for its own images
 
     def compiled(self, mesh: Any) -> Any:
-        return meshc.compile(self.plain, mesh, args=EXAMPLE, inputs="local", options=meshc.Options(local_loss="mean"))
+        return meshc.compile(
+            self.plain, mesh, args=EXAMPLE, inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))
+        )
 
     def save_model(self, models: Any, weights: list[Any], folder: str) -> None:
         if self.accelerator.is_main_process:

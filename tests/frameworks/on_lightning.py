@@ -74,7 +74,7 @@ def dealt_by_fabric(mesh: Any) -> None:
     for sizes, steps in ({}, 8), ({"data_parallel_size": 2, "tensor_parallel_size": 1}, 4):
         model = mlp()
         twin = copy.deepcopy(model)
-        meshc.compile(model, mesh, args=(data[:2],), inputs="local", options=meshc.Options(local_loss="mean"))
+        meshc.compile(model, mesh, args=(data[:2],), inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
         fabric = Fabric(accelerator="cpu", devices=2, strategy=OfFabric(parallelize_fn=lambda module, mesh: module, **sizes))
         fabric.launch()
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -127,9 +127,9 @@ for _what, _name, _build, _tried in (
     _row(_what, _name, lambda mesh, build=_build, tried=_tried: tried(mesh, build, 1e-7 if build in (Shampoo, Soap) else 1e-9))
 
 
-@ROWS.row("AdamW with its state in 8 bits, as far as 8 bits go", line='Options(optimizer_state="8bit")')
+@ROWS.row("AdamW with its state in 8 bits, as far as 8 bits go", line='Options(training=Training(optimizer_state="8bit"))')
 def state_in_8_bits(mesh: Any) -> None:
-    trains(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), 2e-2, meshc.Options(optimizer_state="8bit"))
+    trains(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), 2e-2, meshc.Options(training=meshc.Training(optimizer_state="8bit")))
 
 
 @ROWS.row("an optimizer whose step is another library's kernel", line="meshc.register_update(Class, update, state)")

@@ -70,7 +70,7 @@ def trained(strategy: Any, model: Any, file: Path | None, resumed: bool) -> Tens
 
 def trained_on(mesh: Any, model: GPT, file: Path | None, resumed: bool = False) -> Tensor:
     example = torch.zeros(2, 8, dtype=torch.long)
-    meshc.compile(model, mesh, args=(example,), inputs="local", options=meshc.Options(local_loss="mean"))
+    meshc.compile(model, mesh, args=(example,), inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
     sizes: dict[str, Any] = dict(data_parallel_size=mesh["dp"].size(), tensor_parallel_size=mesh.size() // mesh["dp"].size())
     strategy = ModelParallelStrategy(parallelize_fn=lambda model, mesh: model, save_distributed_checkpoint=False, **sizes)
     return trained(strategy, model, file, resumed)

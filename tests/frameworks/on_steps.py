@@ -18,7 +18,7 @@ from tests.processes import loops, metrics, module_mode, train_step
 from tests.processes.session import run_checks
 
 ROWS = Rows("steps")
-ADDED = "Options(accumulate=True), and program.accumulate(...)"
+ADDED = "Options(training=Training(accumulate=True)), and program.accumulate(...)"
 
 for _what, _check, _more in (
     ("a loss that returns (loss, metrics)", metrics.whole, {"mesh": "dp=2"}),
@@ -26,7 +26,7 @@ for _what, _check, _more in (
     ("a GAN: two steps of one module, each with an optimizer", loops.two_steps, {"mesh": "dp=2"}),
     ("hooks on gradients of parameters: scaling, clamping, noise", loops.hooked, {"mesh": "dp=2"}),
     ("hooks behind an optimizer's step", loops.behind, {"mesh": "dp=2"}),
-    (".grad after a step", loops.kept, {"mesh": "dp=2", "line": "Options(keep_gradients=True)"}),
+    (".grad after a step", loops.kept, {"mesh": "dp=2", "line": "Options(training=Training(keep_gradients=True))"}),
     ("accumulation within a call", train_step.microbatches, {"mesh": "dp=2", "line": "TrainStep(..., microbatches=8)"}),
     ("accumulation over calls", loops.added, {"mesh": "dp=2", "line": ADDED}),
     ("weight decay to 0 between steps", train_step.weight_decay_to_zero, {"mesh": "dp=2"}),

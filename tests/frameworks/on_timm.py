@@ -32,8 +32,8 @@ from timm.utils import CheckpointSaver, dispatch_clip_grad  # noqa: E402
 
 ROWS = Rows("timm")
 EXAMPLE = torch.zeros(4, 3, 32, 32, dtype=torch.float64)
-LOCAL: dict[str, Any] = {"args": (EXAMPLE,), "inputs": "local", "options": meshc.Options(local_loss="mean")}
-LINE = 'meshc.compile(model, mesh, args=..., inputs="local", options=meshc.Options(local_loss="mean"))'
+LOCAL: dict[str, Any] = {"args": (EXAMPLE,), "inputs": "local", "options": meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))}
+LINE = 'meshc.compile(model, mesh, args=..., inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))'
 
 
 def images(rows: int = 24) -> TensorDataset:

@@ -374,7 +374,7 @@ def sharded(mesh: Any) -> None:
 @ROWS.row("a batch that is dealt out to ranks that share a part of it", refused="deal out by the data axes alone", mesh="dp=1,tp=2")
 def dealt_out_too_far(mesh: Any) -> None:
     model = mlp()
-    meshc.compile(model, mesh, args=(X,), inputs="local", options=meshc.Options(local_loss="mean"))
+    meshc.compile(model, mesh, args=(X,), inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
     model(X)
     refuses(meshc.InputError, "the same part of the batch", lambda: model(X + mesh.get_coordinate()[1]))
 

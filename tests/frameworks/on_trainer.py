@@ -282,13 +282,13 @@ def recomputed(mesh: Any) -> None:
         _close(model, twin)
 
 
-@ROWS.row("label_smoothing_factor", line='meshc.Options(local_loss="mean")', mesh="dp=2")
+@ROWS.row("label_smoothing_factor", line='meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))', mesh="dp=2")
 def smoothed(mesh: Any) -> None:
     """The Trainer makes the loss of the logits, of each rank's own rows, of which each has as many labels."""
     data = [{name: value.clamp(min=3) for name, value in row.items()} for row in texts()]
     model, given = llama(), arguments(shared_folder(), label_smoothing_factor=0.1)
     twin = copy.deepcopy(model)
-    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(local_loss="mean"))
+    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
     Trainer(model=model, args=given, train_dataset=data).train()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for batch in (default_collate(data[start : start + 4]) for start in range(0, 12, 4)):

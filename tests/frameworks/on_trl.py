@@ -30,7 +30,7 @@ from tests.processes.session import run_checks
 
 ROWS = Rows("trl")
 WORDS = [f"w{number}" for number in range(28)]
-LOCAL = 'meshc.compile(model, mesh, kwargs=..., inputs="local", options=meshc.Options(local_loss="mean"))'
+LOCAL = 'meshc.compile(model, mesh, kwargs=..., inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))'
 
 
 def tokenizer() -> Any:
@@ -71,7 +71,7 @@ def compiled(model: Any, mesh: Any, **more: int) -> None:
     """From the line of this page: the example needs no more than rows."""
     ids = torch.ones(4, 9, dtype=torch.long)
     kwargs = {"input_ids": ids, **{name: torch.full_like(ids, value) for name, value in more.items()}}
-    meshc.compile(model, mesh, kwargs=kwargs, inputs="local", options=meshc.Options(local_loss="mean"))
+    meshc.compile(model, mesh, kwargs=kwargs, inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
 
 
 def same_training(make: Any, model: Any, mesh: Any, rows: int, **more: int) -> None:

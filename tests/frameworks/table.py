@@ -67,7 +67,7 @@ AFTER: Final = """
   input, so that the Trainer's first call compiles; `num_items_in_batch=torch.tensor(1.0)` among the example inputs saves the program
   without it. A `compute_loss` of yours that passes `num_items_in_batch` on gets what the model means by it.
 - **The Trainer's loss outside the model** (`label_smoothing_factor`, `compute_loss_func`) is of each rank's own rows: compile with
-  `options=meshc.Options(local_loss="mean")`, which is what the Trainer means. Without it backward is refused.
+  `options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))`, which is what the Trainer means. Without it backward is refused.
 - **The Trainer's collator.** One that pads each rank's rows to the longest of them gives ranks sequences of other lengths, which is refused
   with both: `padding="max_length"`, or `pad_to_multiple_of` a length that all parts reach. Each length is a program.
 - **The Trainer's last batch.** Where rows do not divide, Accelerate gives some rows twice, to make parts equal, as it does under DDP:
@@ -87,7 +87,7 @@ AFTER: Final = """
    model = AutoModelForCausalLM.from_pretrained(name)
   +mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
   +ids = torch.ones(per_device_batch, length, dtype=torch.long)
-  +meshc.compile(model, mesh, kwargs={"input_ids": ids}, inputs="local", options=meshc.Options(local_loss="mean"))
+  +meshc.compile(model, mesh, kwargs={"input_ids": ids}, inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
   -args = SFTConfig(output_dir, ...)
   +args = SFTConfig(output_dir, pad_to_multiple_of=length, ...)
    trainer = SFTTrainer(model=model, args=args, train_dataset=rows)

@@ -268,7 +268,7 @@ def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:
 def test_a_capacity_is_of_loops_too() -> None:
     model = Model("Hit", layers=1).double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
-    options = meshc.Options(expert_capacity=0.75)
+    options = meshc.Options(experts=meshc.Experts(capacity=0.75))
     found = meshc.compile(step, meshc.Mesh("ep=2"), options=options, args=(torch.randn(8, 6, WIDTH, dtype=torch.float64),))
     assert meshc.verify(found, dtype=torch.float64).ok
     assert {port.name for port in found.compiled.outputs if port.kind == "metric"} >= {"routed:layers.0", "dropped:layers.0"}

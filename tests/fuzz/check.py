@@ -86,7 +86,7 @@ class Captured:
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
         asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, must_pass=how.attention in PASSING)
-        request = replace(self.request, mesh=mesh, plan=plan, **asked)  # type: ignore[arg-type]
+        request = self.request.having(mesh=mesh, plan=plan, **asked)
         with torch.set_grad_enabled(request.grad):
             return finish(compile_program.lower_by_plan(self.placed.restart_for_request(request)))
 

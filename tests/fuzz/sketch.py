@@ -176,7 +176,7 @@ def script(
         extra = "".join(f", {key}={value!r}" for key, value in step.items())
         what = f"meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9){extra})"
     local = ", inputs='local'" if inputs == "local" else ""
-    options = "" if attention is None else f", options=meshc.Options(attention={attention!r})"
+    options = "" if attention is None else f", options=meshc.Options(sequence=meshc.SplitSequence(attention={attention!r}))"
     return "\n".join([
         *(f"# {line}" for line in title.splitlines()), "import torch", "import torch.nn.functional as F", "from torch import nn", "",
         "import meshc", "", "", text(sketch), "", "model = Model()", f"inputs = {{{given}}}",

@@ -38,6 +38,10 @@ def gpt(batch: int = 4, layers: int = 1, **sizes: Any) -> Case:
     return models.nanogpt(batch=batch, seq=8, hidden=16, layers=layers, heads=4, vocab=13, **sizes)
 
 
+def _scheduled(name: str) -> meshc.Options:
+    return meshc.Options(pipeline=meshc.Pipelining(schedule=name))
+
+
 def _open_batch() -> dict[str, Any]:
     return {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
 
@@ -48,16 +52,16 @@ CASES: Final[dict[str, Callable[[], meshc.Program]]] = {
     "gpt fsdp microbatches": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, microbatches=2),
     "gpt fsdp regions": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, sgd=True, backend="inductor"),
     "gpt ulysses": lambda: train(gpt(), "cp=2", sgd=True),
-    "gpt pipeline": lambda: train(gpt(8, 2), "pp=2", sgd=True, microbatches=4, options=meshc.Options(schedule="1f1b")),
+    "gpt pipeline": lambda: train(gpt(8, 2), "pp=2", sgd=True, microbatches=4, options=_scheduled("1f1b")),
     "gpt pipeline fsdp": lambda: train(
-        gpt(8, 2), "pp=2,dp_shard=2", clip=1.0, sgd=True, microbatches=2, options=meshc.Options(schedule="zb_h1")
+        gpt(8, 2), "pp=2,dp_shard=2", clip=1.0, sgd=True, microbatches=2, options=_scheduled("zb_h1")
     ),
     "gpt inference": lambda: infer(gpt(), "tp=2"),
-    "gpt pipeline inference": lambda: infer(gpt(4, 2), "pp=2,tp=2", options=meshc.Options(microbatches=2)),
+    "gpt pipeline inference": lambda: infer(gpt(4, 2), "pp=2,tp=2", options=meshc.Options(pipeline=meshc.Pipelining(microbatches=2))),
     "mlp zero2 uneven": lambda: train(models.mlp(batch=6, width=20), "dp=3", "zero2", sgd=True),
     "mlp fsdp module": lambda: module(models.mlp(batch=6, width=20), "dp_shard=3"),
     "mlp local module": lambda: module(
-        models.mlp(batch=6, width=20), "dp=2,tp=2", inputs="local", options=meshc.Options(local_loss="mean")
+        models.mlp(batch=6, width=20), "dp=2,tp=2", inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))
     ),
     "mlp open sizes": lambda: infer(models.mlp(batch=6, width=20), "dp=2,tp=2", options=meshc.Options(dynamic=_open_batch())),
     "resnet dp": lambda: train(models.resnet(batch=4, width=4), "dp=2", sgd=True),

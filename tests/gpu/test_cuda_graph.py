@@ -31,7 +31,7 @@ def test_losses_are_those_of_plain_pytorch(mesh, name, cuda_graph):
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0)
-    program = meshc.compile(step, mesh, kwargs=inputs, options=meshc.Options(cuda_graph=cuda_graph))
+    program = meshc.compile(step, mesh, kwargs=inputs, options=meshc.Options(debugging=meshc.Debugging(cuda_graph=cuda_graph)))
     found = steps(program, inputs, scheduler)
 
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)

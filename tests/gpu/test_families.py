@@ -75,7 +75,7 @@ def test_masks_that_are_tensors(mesh, what):
 def test_steps_under_inductor(mesh, name, cuda_graph):
     case = on_gpu(name, torch.float32)
     wanted, _ = plain_losses(case, count=6)
-    options = meshc.Options(cuda_graph=cuda_graph)
+    options = meshc.Options(debugging=meshc.Debugging(cuda_graph=cuda_graph))
     assert compiled_losses(mesh, case, backend="inductor", options=options, count=6) == pytest.approx(wanted, rel=2e-4)
 
 

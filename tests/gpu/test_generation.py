@@ -30,7 +30,7 @@ def models(kind: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_tokens_are_the_plain_models(mesh, kind, backend, cuda_graph):
     model, twin = models(kind)
-    program = meshc.compile(model, mesh, backend=backend, options=meshc.Options(cuda_graph=cuda_graph))
+    program = meshc.compile(model, mesh, backend=backend, options=meshc.Options(debugging=meshc.Debugging(cuda_graph=cuda_graph)))
     for length, how in ((11, {}), (11, {}), (30, {}), (11, {"num_beams": 3})):
         ids = torch.randint(3, 256, (2, length), device="cuda")
         asked = {"max_new_tokens": 40, "do_sample": False, **how}

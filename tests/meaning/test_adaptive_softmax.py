@@ -69,4 +69,4 @@ def test_sums_over_calls_are_refused() -> None:
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=mean_square)
     given = {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["all"])}
     with pytest.raises(meshc.CompileError, match=r"words.tail.0.0.weight may be chosen by no row .* adds up gradients over calls"):
-        meshc.compile(step, meshc.Mesh("dp=2"), kwargs=given, options=meshc.Options(accumulate=True))
+        meshc.compile(step, meshc.Mesh("dp=2"), kwargs=given, options=meshc.Options(training=meshc.Training(accumulate=True)))

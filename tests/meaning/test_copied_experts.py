@@ -103,7 +103,7 @@ def test_so_do_experts_in_a_loop(kind: str, mesh: str, ranks: int) -> None:
     twin, x = copy.deepcopy(model), torch.randn(8, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = meshc.TrainStep(model, optimizer=optimizer, loss=lambda y: y.square().mean())
-    options = meshc.Options(expert_placement="movable", expert_copies=1, seed=0)
+    options = meshc.Options(experts=meshc.Experts(placement="movable", copies=1), seed=0)
     program = meshc.compile(step, meshc.Mesh(mesh), args=(x,), options=options)
     values = {f"parameter:{name}": p.detach() for name, p in model.named_parameters()} | {"input:x": x}
     values |= {f"buffer:{name}": b for name, b in model.named_buffers()}
@@ -192,5 +192,5 @@ def test_what_reads_an_expert_by_number_is_refused_all_the_same() -> None:
     model = _Penalty(found.model)
     step = meshc.TrainStep(model, optimizer=adamw(model))
     with pytest.raises(meshc.CaptureError, match="weights of experts that are read beside"):
-        options = meshc.Options(expert_placement="movable", expert_copies=1)
+        options = meshc.Options(experts=meshc.Experts(placement="movable", copies=1))
         meshc.compile(step, meshc.Mesh("ep=2"), options=options, kwargs=found.call_kwargs)

@@ -115,8 +115,8 @@ def test_without_a_bias_or_a_step_it_is_refused() -> None:
     assert "what to do: leave the option out" in str(raised.value)
     found = double("deepseek_v3")
     with pytest.raises(meshc.PlanError, match="what is compiled is none"):
-        options = meshc.Options(expert_bias_update=STEP)
+        options = meshc.Options(experts=meshc.Experts(bias_update=STEP))
         meshc.compile(found.model.eval(), meshc.Mesh("ep=2"), kwargs=found.call_kwargs, options=options)
     for wrong in (0, -0.1, float("nan")):
         with pytest.raises(meshc.PlanError, match="a number above 0, such as 0.001"):
-            meshc.Options(expert_bias_update=wrong)
+            meshc.Options(experts=meshc.Experts(bias_update=wrong))

@@ -1,4 +1,4 @@
-"""`Options(expert_bound=)`: as without one where there are places for what is chosen; an error names the experts where there are not."""
+"""`Experts(bound=)`: as without one where there are places for what is chosen; an error names the experts where there are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zoo.experts import FAMILIES, shallow
 def trained(found: Case, mesh: str, bound: float | None) -> meshc.Program:
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss)
-    return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(expert_bound=bound), kwargs=found.call_kwargs)
+    return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(experts=meshc.Experts(bound=bound)), kwargs=found.call_kwargs)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_has_no_place_is_refused_with_the_layer_and_the_expert() -> None:
     said = r"model\.layers\.0\.mlp\.experts: experts \d to \d are chosen \d+ times in row \d of the batch \(expert \d alone \d+ times\)"
     with pytest.raises(meshc.InputError, match=said) as raised:
         meshc.verify(found, dtype=torch.float64)
-    assert "and have 6 places there" in str(raised.value) and "a higher Options(expert_bound=)" in str(raised.value)
+    assert "and have 6 places there" in str(raised.value) and "a higher Options(experts=Experts(bound=))" in str(raised.value)
 
 
 def test_places_are_taken_from_the_front_by_expert() -> None:
@@ -59,5 +59,5 @@ def test_places_are_taken_from_the_front_by_expert() -> None:
 
 @pytest.mark.parametrize("bound", [0, -1.5])
 def test_a_bound_of_nothing_is_refused(bound: float) -> None:
-    with pytest.raises(meshc.PlanError, match=r"Options\(expert_bound=.*\): a number above 0, such as 1.5, or None"):
-        meshc.Options(expert_bound=bound)
+    with pytest.raises(meshc.PlanError, match=r"Options\(experts=Experts\(bound=.*\)\): a number above 0, such as 1.5, or None"):
+        meshc.Options(experts=meshc.Experts(bound=bound))

@@ -1,4 +1,4 @@
-"""`Options(expert_capacity=)`: the same choices are dropped on every mesh, in microbatches, and on one device; what is said of them."""
+"""`Experts(capacity=)`: the same choices are dropped on every mesh, in microbatches, and on one device; what is said of them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_error_names_the_layer_and_the_expert() -> None:
     said = r"model\.layers\.0\.mlp\.experts: expert \d is chosen by \d+ tokens of group \d, and takes 5"
     with pytest.raises(meshc.InputError, match=said) as raised:
         meshc.verify(program, dtype=torch.float64)
-    assert 'a higher Options(expert_capacity=), or overflow="drop" or "pass"' in str(raised.value)
+    assert 'a higher Options(experts=Experts(capacity=)), or overflow="drop" or "pass"' in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_capacity_that_cannot_be_is_refused_while_tracing(options: dict[str, A
     with pytest.raises(meshc.CaptureError, match=said) as raised:
         compiled(shallow("mixtral"), "dp=2", **options)
     first, *_, last = str(raised.value).splitlines()
-    assert first.startswith("Options(expert_capacity=") and "what to do" not in first and last.startswith("  what to do: ")
+    assert first.startswith("Options(experts=Experts(capacity=") and "what to do" not in first and last.startswith("  what to do: ")
 
 
 @pytest.mark.parametrize(

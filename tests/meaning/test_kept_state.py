@@ -103,7 +103,7 @@ def on_mesh(
     parameters = dict(model.named_parameters())
     values = {f"parameter:{name}": p.detach() for name, p in parameters.items()}
     for path, p in parameters.items():
-        values |= {f"state:{path}/{slot.name}": slot.initial(p) for slot in describe(optimizer, options.keeping).slots_of(p)}
+        values |= {f"state:{path}/{slot.name}": slot.initial(p) for slot in describe(optimizer, options.training).slots_of(p)}
     (row,) = numbers(optimizer)
     values |= {f"number:0.{name}": torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
     for number, (x, y) in enumerate(data):
@@ -234,21 +234,21 @@ def test_a_model_in_16_bits_keeps_half_the_state() -> None:
 def test_masters_of_a_model_without_16_bit_parameters_are_noted() -> None:
     model, x = Sum(), torch.zeros(8, 10)
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=weighed)
-    options = meshc.Options(master_weights=True)
+    options = meshc.Options(training=meshc.Training(master_weights=True))
     program = meshc.compile(step, meshc.Mesh("dp=2"), args=(x,), kwargs={"target": x}, options=options)
     assert "no parameter of the optimizer has 16 bits" in program.summary()
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(PlanError, match="optimizer_state='fp4'"):
-        meshc.Options(optimizer_state="fp4")
+        meshc.Options(training=meshc.Training(optimizer_state="fp4"))
 
 
 def test_a_saved_program_is_read_back_and_believed(tmp_path: Path) -> None:
     model = Sum().to(torch.bfloat16)
     x = torch.zeros(8, 10, dtype=torch.bfloat16)
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=weighed)
-    options = meshc.Options(optimizer_state="bf16", master_weights=True)
+    options = meshc.Options(training=meshc.Training(optimizer_state="bf16", master_weights=True))
     program = meshc.compile(step, meshc.Mesh("dp_shard=3"), args=(x,), kwargs={"target": x}, options=options)
     program.save(tmp_path / "saved.meshc")
     found = artifact.load(tmp_path / "saved.meshc")

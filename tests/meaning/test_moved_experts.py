@@ -183,7 +183,7 @@ def test_what_reads_an_expert_by_number_is_refused_with_its_line() -> None:
     model = _Reads(found.model)
     step = meshc.TrainStep(model, optimizer=adamw(model))
     with pytest.raises(meshc.CaptureError, match=r"down_proj: select.int at test_moved_experts.py:\d+") as raised:
-        meshc.compile(step, meshc.Mesh("ep=2"), options=meshc.Options(expert_placement="movable"), kwargs=found.call_kwargs)
+        meshc.compile(step, meshc.Mesh("ep=2"), options=meshc.Options(experts=meshc.Experts(placement="movable")), kwargs=found.call_kwargs)
     assert "what to do: leave the option out" in str(raised.value)
 
 
@@ -200,7 +200,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
 
 
 def test_models_without_experts_that_can_be_moved_are_refused() -> None:
-    options = meshc.Options(expert_placement="movable")
+    options = meshc.Options(experts=meshc.Experts(placement="movable"))
     with pytest.raises(meshc.PlanError, match="no stock experts whose weights are stacked"):
         meshc.compile(nn.Linear(4, 4), meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), options=options)
     found = double("mixtral")

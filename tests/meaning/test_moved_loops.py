@@ -39,7 +39,7 @@ def test_steps_before_and_after_equal_one_device(kind: str, mesh: str, microbatc
     twin, x = copy.deepcopy(model), torch.randn(8, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     optimizer = adamw(model)
     step = meshc.TrainStep(model, optimizer=optimizer, loss=lambda y: y.square().mean(), microbatches=microbatches)
-    program = meshc.compile(step, meshc.Mesh(mesh), args=(x,), options=meshc.Options(expert_placement="movable", seed=0))
+    program = meshc.compile(step, meshc.Mesh(mesh), args=(x,), options=meshc.Options(experts=meshc.Experts(placement="movable"), seed=0))
     spec = describe(optimizer)
     (row,) = numbers(optimizer)
     values = {f"parameter:{name}": p.detach() for name, p in model.named_parameters()} | {"input:x": x}
@@ -71,7 +71,7 @@ def test_steps_before_and_after_equal_one_device(kind: str, mesh: str, microbatc
 def test_a_rank_multiplies_rows_of_the_experts_that_lie_there() -> None:
     """Of a layer's weights, which all ranks have, each takes its own in the order of slots: nothing is sent for that."""
     step = meshc.TrainStep(model := Model("Hit", layers=1), optimizer=adamw(model), loss=lambda y: y.square().mean())
-    options = [meshc.Options(expert_placement=placement) for placement in (None, "movable")]
+    options = [meshc.Options(experts=meshc.Experts(placement=placement)) for placement in (None, "movable")]
     x = torch.randn(8, 6, WIDTH)
     plain, movable = (meshc.compile(copy.deepcopy(step), meshc.Mesh("ep=2"), args=(x,), options=one) for one in options)
     assert str(movable).count("in_order(") == 2 * 4 and "in_order(" not in str(plain)

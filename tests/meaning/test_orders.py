@@ -149,7 +149,9 @@ def trained(model: nn.Module, mesh: str, plan: str, length: int = 12) -> meshc.P
     torch.manual_seed(0)
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().sin().mean())
     x = torch.randn(2, length, 16)
-    return meshc.compile(step, meshc.Mesh(mesh), args=(x,), plan=plan, options=meshc.Options(attention="zigzag"))
+    return meshc.compile(
+        step, meshc.Mesh(mesh), args=(x,), plan=plan, options=meshc.Options(sequence=meshc.SplitSequence(attention="zigzag"))
+    )
 
 
 BETWEEN: list[Any] = [
@@ -198,7 +200,9 @@ def test_what_a_model_gives_is_in_its_own_order() -> None:
     """Outputs and gradients of inputs, in module mode."""
     torch.manual_seed(0)
     model, x = Layers(nn.Identity()), torch.randn(2, 12, 16, requires_grad=True)
-    program = meshc.compile(model, meshc.Mesh("cp=3"), args=(x,), plan=RING, options=meshc.Options(attention="zigzag"))
+    program = meshc.compile(
+        model, meshc.Mesh("cp=3"), args=(x,), plan=RING, options=meshc.Options(sequence=meshc.SplitSequence(attention="zigzag"))
+    )
     report = meshc.verify(program, dtype=torch.float64)
     assert report.worst < 1e-10 and len(report.rows) > 4
 
@@ -222,7 +226,9 @@ def test_routed_rows_stay_in_the_order_of_the_ring(kind: str, mesh: str, plan: s
     they are read. So ids, positions and labels are exchanged, halves of them, and nothing in backward."""
     asked = case(kind)
     step = meshc.TrainStep(asked.model, optimizer=torch.optim.SGD(asked.model.parameters(), lr=0.1), loss=asked.loss)
-    program = meshc.compile(step, meshc.Mesh(mesh), kwargs=asked.call_kwargs, plan=plan, options=meshc.Options(attention="zigzag"))
+    program = meshc.compile(
+        step, meshc.Mesh(mesh), kwargs=asked.call_kwargs, plan=plan, options=meshc.Options(sequence=meshc.SplitSequence(attention="zigzag"))
+    )
     assert meshc.verify(program, dtype=torch.float64).ok
     assert isinstance(program.compiled, PlainProgram)
     check_program(program.compiled, "the program", rules)

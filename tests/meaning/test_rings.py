@@ -152,7 +152,9 @@ def trained(
     model: nn.Module, mesh: str, inputs: dict[str, Tensor], attention: str | None = "ring", plan: str | None = RING, **how: Any
 ) -> meshc.Program:
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
-    return meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=meshc.Options(attention=attention), **how)
+    return meshc.compile(
+        step, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=meshc.Options(sequence=meshc.SplitSequence(attention=attention)), **how
+    )
 
 
 def masked(rows: int = 3) -> Tensor:
@@ -223,7 +225,7 @@ def test_microbatches_drop_what_the_whole_batch_drops(mix: str) -> None:
     step = meshc.TrainStep(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean(), microbatches=2, batch_mix=mix
     )
-    options = meshc.Options(attention="ring")
+    options = meshc.Options(sequence=meshc.SplitSequence(attention="ring"))
     program = meshc.compile(step, meshc.Mesh("cp=2"), kwargs={"x": torch.randn(4, 7, 16)}, plan=RING, options=options)
     assert "ring_shift" in kinds(program.compiled)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
@@ -377,7 +379,7 @@ class Near(nn.Module):
 @pytest.mark.parametrize("near", [True, broad(False)])
 def test_one_program_passes_keys_round_for_sequences_of_all_lengths(near: bool) -> None:
     """Of 5 positions a rank has 2, and the last of three one."""
-    options = meshc.Options(attention="ring", dynamic={"x": {1: Dim("seq", max=64)}})
+    options = meshc.Options(sequence=meshc.SplitSequence(attention="ring"), dynamic={"x": {1: Dim("seq", max=64)}})
     model = Near(near).double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     program = meshc.compile(step, meshc.Mesh("cp=3"), kwargs={"x": torch.randn(2, 12, 16).double()}, plan=RING, options=options)
@@ -427,8 +429,8 @@ def test_what_is_asked_for_is_done() -> None:
     for attention, kind in (("ring", "ring_shift"), ("gather", "all_gather")):
         program = trained(Attends(is_causal=True), "cp=2", x, attention)
         assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
-    with pytest.raises(PlanError, match=r"Options\(attention='rings'\): use 'ring', 'zigzag' or 'gather', or None"):
-        meshc.Options(attention="rings")
+    with pytest.raises(PlanError, match=r"SplitSequence\(attention='rings'\)\): use 'ring', 'zigzag' or 'gather', or None"):
+        meshc.Options(sequence=meshc.SplitSequence(attention="rings"))
 
 
 class Differs(nn.Module):
@@ -446,7 +448,7 @@ class Differs(nn.Module):
 def test_attention_that_cannot_pass_round_says_why() -> None:
     x = {"x": torch.randn(1, 8, 16)}
     for attention in ("ring", "zigzag"):
-        with pytest.raises(PlanError, match=rf"Options\(attention='{attention}'\): the keys of attention cannot pass round") as refused:
+        with pytest.raises(PlanError, match=rf"\(attention='{attention}'\)\): the keys of attention cannot pass round") as refused:
             trained(Differs(), "cp=2", x, attention)
         assert "it is written out in several operators" in str(refused.value) and "test_rings.py" in str(refused.value)
         assert "what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`" in str(refused.value)

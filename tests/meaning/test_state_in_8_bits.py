@@ -194,14 +194,14 @@ def test_an_optimizer_that_holds_fewer_bits_is_refused_where_the_options_do_not_
     ):
         optimizer = torch.optim.AdamW(model.parameters())
         held(optimizer, p, **found)
-        for options in (meshc.Options(), meshc.Options(master_weights=True)):
+        for options in (meshc.Options(), meshc.Options(training=meshc.Training(master_weights=True))):
             with pytest.raises(StateError) as refusal:
                 meshc.compile(step_of(model, optimizer), meshc.Mesh("dp=2"), args=(x,), kwargs={"target": x}, options=options)
             said = "exp_avg.codes" if kind == "8bit" else "exp_avg in bfloat16"
             assert f"AdamW holds state in fewer bits than this program would keep: {said}, of a parameter of shape [10, 300]" in str(
                 refusal.value
             )
-            assert f"what to do: Options(optimizer_state='{kind}')" in str(refusal.value)
+            assert f"what to do: Options(training=Training(optimizer_state='{kind}'))" in str(refusal.value)
 
 
 def test_an_optimizer_that_holds_another_form_is_read() -> None:
@@ -214,7 +214,10 @@ def test_an_optimizer_that_holds_another_form_is_read() -> None:
     def begins(kind: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
         optimizer = torch.optim.AdamW(model.parameters())
         held(optimizer, p, **found)
-        return {slot.name: slot.initial(p) for slot in describe(optimizer, meshc.Options(optimizer_state=kind).keeping).slots_of(p)}
+        return {
+            slot.name: slot.initial(p)
+            for slot in describe(optimizer, meshc.Options(training=meshc.Training(optimizer_state=kind)).training).slots_of(p)
+        }
 
     for found in (moments, {slot: value.to(torch.bfloat16) for slot, value in moments.items()}):
         made = begins("8bit", found)
@@ -238,7 +241,10 @@ def test_state_of_16_bit_parameters_goes_on_beside_masters() -> None:
     moments = {"exp_avg": torch.randn(10, 300).bfloat16(), "exp_avg_sq": torch.rand(10, 300).bfloat16()}
     optimizer = torch.optim.AdamW(model.parameters())
     held(optimizer, p, **moments)
-    made = {slot.name: slot.initial(p) for slot in describe(optimizer, meshc.Options(master_weights=True).keeping).slots_of(p)}
+    made = {
+        slot.name: slot.initial(p)
+        for slot in describe(optimizer, meshc.Options(training=meshc.Training(master_weights=True)).training).slots_of(p)
+    }
     assert all(made[slot].dtype == torch.float32 and torch.equal(made[slot], value.float()) for slot, value in moments.items())
     assert {slot.dtype for slot in describe(optimizer).slots_of(p)} == {torch.bfloat16, torch.float32}  # its step is a float32
 

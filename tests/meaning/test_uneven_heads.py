@@ -40,7 +40,12 @@ def test_key_value_heads_decide_and_other_axes_come_first() -> None:
     for mesh, wanted in (("cp=4", "cp_seq=2,cp_heads=2"), ("tp=2,cp=4", "tp=2,cp=4")):
         model = LlamaForCausalLM(config)
         step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        program = meshc.compile(step, meshc.Mesh(mesh), kwargs={"input_ids": ids, "labels": ids}, options=meshc.Options(attention="ring"))
+        program = meshc.compile(
+            step,
+            meshc.Mesh(mesh),
+            kwargs={"input_ids": ids, "labels": ids},
+            options=meshc.Options(sequence=meshc.SplitSequence(attention="ring")),
+        )
         assert str(program.compiled.mesh) == wanted
         assert meshc.verify(program, dtype=torch.float64).ok
 

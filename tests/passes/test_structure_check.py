@@ -102,7 +102,7 @@ def test_a_broken_pass_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     where, place, broken, mesh, said = CASES[name]
     passes = getattr(pipeline, where)
     monkeypatch.setattr(pipeline, where, (*passes[:place], Pass("planted", broken), *passes[place:]))
-    options = meshc.Options() if mesh == "dp=2" else meshc.Options(pp_splits=("down",))
+    options = meshc.Options() if mesh == "dp=2" else meshc.Options(pipeline=meshc.Pipelining(splits=("down",)))
     with pytest.raises(CompilerFault) as raised:
         meshc.compile(step(), meshc.Mesh(mesh), args=(X,), options=options)
     first, *more = str(raised.value).splitlines()

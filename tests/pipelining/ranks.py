@@ -36,7 +36,7 @@ def check(family: str, schedule: str, mesh: Any) -> Report:
     step = meshc.TrainStep(
         sample.model.train(), optimizer=adamw(sample.model.parameters()), loss=sample.loss, clip_grad_norm=CLIP, microbatches=MICROBATCHES
     )
-    program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule, seed=0))
+    program = meshc.compile(step, mesh, options=meshc.Options(pipeline=meshc.Pipelining(schedule=schedule), seed=0))
     _in_float64_throughout(program)
     traced = traced_step(step)
     args, kwargs = call_keys.canonical_call(traced.signature, (), widen_inputs(inputs, True))

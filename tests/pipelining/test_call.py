@@ -244,7 +244,7 @@ def test_a_program_without_a_pipeline_has_one_row(tmp_path: Path) -> None:
 def test_an_inference_and_its_saved_program_look_alike(tmp_path: Path) -> None:
     case = nanogpt(batch=8)
     with torch.no_grad():
-        options = meshc.Options(schedule="inference", pp_splits=["h.1"], microbatches=2)
+        options = meshc.Options(pipeline=meshc.Pipelining(schedule="inference", splits=["h.1"], microbatches=2))
         program = meshc.compile(case.model, meshc.Mesh("pp=2"), kwargs=case.kwargs, options=options)
     line = program.timeline()
     assert {str(event.instruction) for row in line.action_events for event in row} == {"F0.0", "F0.1", "F1.0", "F1.1"}

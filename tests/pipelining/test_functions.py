@@ -91,7 +91,7 @@ def test_numbers_of_stages_that_cannot_be_are_refused() -> None:
         step(4, schedule="1f1b", stages_per_rank=2)
     with pytest.raises(meshc.PlanError, match=r"pp_splits make 2 stages, but stages_per_rank=2 on .* is 4\n  what to do: name 3 modules"):
         step(4, pp_splits=["h.2"], stages_per_rank=2)
-    with pytest.raises(meshc.PlanError, match=r"stages_per_rank=0\): at least 1"):
-        meshc.Options(stages_per_rank=0)
+    with pytest.raises(meshc.PlanError, match=r"stages_per_rank=0\)\): at least 1"):
+        meshc.Options(pipeline=meshc.Pipelining(stages_per_rank=0))
     with pytest.raises(meshc.PlanError, match="a schedule's name, its text, or a function"):
-        meshc.Options(schedule=3)  # type: ignore[arg-type]
+        meshc.Options(pipeline=meshc.Pipelining(schedule=3))  # type: ignore[arg-type]

@@ -208,7 +208,9 @@ def batch_norm(**options: Any) -> tuple[meshc.Program, dict[str, Any]]:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
     schedule = options.pop("schedule", "1f1b")
     train = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, **options)
-    return meshc.compile(train, meshc.Mesh("pp=2"), kwargs=case.call_kwargs, options=meshc.Options(schedule=schedule)), case.call_kwargs
+    return meshc.compile(
+        train, meshc.Mesh("pp=2"), kwargs=case.call_kwargs, options=meshc.Options(pipeline=meshc.Pipelining(schedule=schedule))
+    ), case.call_kwargs
 
 
 @pytest.mark.broad

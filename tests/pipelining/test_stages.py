@@ -124,7 +124,9 @@ def test_inference_in_stages(mesh: str, batch: int, count: int | None) -> None:
     torch.manual_seed(0)
     inputs = {"x": torch.randint(11, (batch, 6))}
     with torch.no_grad():
-        program = meshc.compile(Blocks(), meshc.Mesh(mesh), kwargs=inputs, options=meshc.Options(microbatches=count))
+        program = meshc.compile(
+            Blocks(), meshc.Mesh(mesh), kwargs=inputs, options=meshc.Options(pipeline=meshc.Pipelining(microbatches=count))
+        )
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
     assert program.compiled.microbatches == (count or program.compiled.microbatches)
 
@@ -218,7 +220,7 @@ def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
     train = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, microbatches=2)
 
     def program(budget: int | None) -> meshc.Program:
-        options = meshc.Options(schedule="1f1b", memory_budget=budget, pp_splits=["h.1"], remat="none")
+        options = meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b", splits=["h.1"]), memory_budget=budget, remat="none")
         return meshc.compile(train, meshc.Mesh("pp=2,dp_shard=2"), kwargs=case.call_kwargs, options=options)
 
     once = program(None).compiled
@@ -295,7 +297,7 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
     inputs = {"x": torch.randint(4000, (8, 32)), "y": torch.randn(8, 32, 16)}
 
     def program(budget: int | None, **more: object) -> meshc.Program:
-        options = meshc.Options(schedule="1f1b", memory_budget=budget, remat="none", **more)  # type: ignore[arg-type]
+        options = meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b"), memory_budget=budget, remat="none", **more)  # type: ignore[arg-type]
         return meshc.compile(train, meshc.Mesh("pp=2"), kwargs=inputs, options=options)
 
     def first(made: meshc.Program) -> set[str]:

@@ -155,7 +155,7 @@ def local_parts(mesh: Any) -> None:
     case = llama(torch.float64, layers=1)
     twin, ids, rank = copy.deepcopy(case.model), case.kwargs["input_ids"], dist.get_rank()
     part = {name: value.chunk(2)[rank] for name, value in case.kwargs.items()}
-    meshc.compile(case.model, mesh, kwargs=part, inputs="local", options=meshc.Options(local_loss="mean"))
+    meshc.compile(case.model, mesh, kwargs=part, inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
     hidden = case.model.model(input_ids=part["input_ids"], use_cache=False).last_hidden_state
     hidden.retain_grad()
     case.model.lm_head(hidden).square().mean().backward()

@@ -146,7 +146,11 @@ def _check(sample: Sample) -> str:
         clip_grad_norm=1.0, microbatches=sample.microbatches,
     )  # fmt: skip
     dispatch = "auto" if sample.node is None else "hierarchical"
-    options = meshc.Options(seed=SEED, attention=sample.attention, expert_dispatch=dispatch, recurrence=sample.recurrence)
+    options = meshc.Options(
+        seed=SEED,
+        sequence=meshc.SplitSequence(attention=sample.attention, recurrence=sample.recurrence),
+        experts=meshc.Experts(dispatch=dispatch),
+    )
     gc.collect()  # a compiled model and its program hold each other: what the sample before had on the host goes
     host.HELD.begin()
     before, on_disk = host.HELD.now, disk.HELD.now

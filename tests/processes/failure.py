@@ -41,7 +41,7 @@ def killed(mesh: Any) -> None:
 def staged(mesh: Any, schedule: str = "1f1b") -> tuple[meshc.Program, Case]:
     case = mlp(batch=2000, width=1000)
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss, microbatches=4)
-    program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule))
+    program = meshc.compile(step, mesh, options=meshc.Options(pipeline=meshc.Pipelining(schedule=schedule)))
     program(**case.call_kwargs)
     print("one step", flush=True)
     return program, case

@@ -133,7 +133,7 @@ def _forms() -> None:
     torchs.step()
     optimizer = ADAMW(loaded.parameters())
     step = meshc.TrainStep(loaded, optimizer=optimizer, loss=F.mse_loss)
-    options = meshc.Options(seed=1, optimizer_state="8bit")
+    options = meshc.Options(seed=1, training=meshc.Training(optimizer_state="8bit"))
     x, y = data32(data)[0]
     program = meshc.compile(step, device_mesh("dp_shard=2"), args=(x,), kwargs={"target": y}, options=options)
     optimizer.load_state_dict(torchs.state_dict())

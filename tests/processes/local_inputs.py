@@ -101,7 +101,7 @@ def local_mean(mesh: Any) -> None:
     case = mlp(torch.float64)
     twin = copy.deepcopy(case.model)
     mine = parts(case.call_kwargs, mesh)
-    options = meshc.Options(local_loss="mean")
+    options = meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"))
     program = meshc.compile(case.model, mesh, kwargs={"x": mine["x"]}, inputs="local", options=options)
     logits = program(x=mine["x"])
     wanted = twin(**case.kwargs)
@@ -142,7 +142,7 @@ def short_batches(mesh: Any) -> None:
     twin = copy.deepcopy(case.model)
     theirs = sgd(twin.parameters())
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
-    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, kept_sizes=2))
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, debugging=meshc.Debugging(kept_sizes=2)))
     ours, wanted = [], []
     for rows in (6, 4, 6, 2, 4):
         inputs = {name: value[:rows].clone() for name, value in case.call_kwargs.items()}
@@ -198,7 +198,7 @@ def many_lengths(mesh: Any) -> None:
     twin = copy.deepcopy(case.model)
     theirs = sgd(twin.parameters())
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
-    program = meshc.compile(step, mesh, options=meshc.Options(seed=SEED, kept_sizes=3))
+    program = meshc.compile(step, mesh, options=meshc.Options(seed=SEED, debugging=meshc.Debugging(kept_sizes=3)))
     ours, wanted = [], []
     for rows, length in ((4, 12), (4, 7), (4, 10), (4, 5), (4, 12), (3, 10), (1, 9)):
         batch = {name: value[:rows, :length].clone() for name, value in case.call_kwargs.items()}
@@ -226,7 +226,12 @@ def uneven_lengths(mesh: Any) -> None:
     twin = copy.deepcopy(case.model).eval()  # draws of a part are the whole batch's, which a plain model has not
     theirs = sgd(twin.parameters())
     step = meshc.TrainStep(case.model.eval(), optimizer=sgd(case.model.parameters()), loss=case.loss)
-    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(uneven_rows=True, kept_sizes=2))
+    program = meshc.compile(
+        step,
+        mesh,
+        inputs="local",
+        options=meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True), debugging=meshc.Debugging(kept_sizes=2)),
+    )
     for counts, length in (((3, 2), 12), ((0, 4), 7), ((1, 0), 5), ((4, 1), 12)):
         batch = {name: value[: sum(counts), :length].clone() for name, value in case.call_kwargs.items()}
         ours = program(**{name: uneven_part(value, counts, mesh) for name, value in batch.items()}).item()
@@ -248,7 +253,7 @@ def uneven_steps(mesh: Any) -> None:
         return F.cross_entropy(output, target), {"chosen": output.argmax(1)}
 
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=loss_of)
-    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, uneven_rows=True))
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, local_inputs=meshc.LocalInputs(uneven_rows=True)))
     ours, wanted = [], []
     for counts in UNEVEN:
         whole = {name: value[: sum(counts)].clone() for name, value in case.call_kwargs.items()}
@@ -271,7 +276,7 @@ def uneven_module(mesh: Any) -> None:
     case = mlp(torch.float64)
     twin = copy.deepcopy(case.model)
     x = case.kwargs["x"]
-    options = meshc.Options(local_loss="sum", uneven_rows=True)
+    options = meshc.Options(local_inputs=meshc.LocalInputs(loss="sum", uneven_rows=True))
     mine = uneven_part(x, UNEVEN[0], mesh).requires_grad_()
     program = meshc.compile(case.model, mesh, kwargs={"x": mine}, inputs="local", options=options)
     for counts in UNEVEN:
@@ -292,7 +297,7 @@ def unlike_parts(mesh: Any) -> None:
     """Parts that differ in more than rows: both are shown, by all ranks, which go on."""
     case = mlp(torch.float64)
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
-    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(uneven_rows=True))
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True)))
     mine = parts(case.call_kwargs, mesh)
     program(**mine)
     with pytest.raises(meshc.InputError) as raised:
@@ -329,7 +334,7 @@ def same_rows(mesh: Any) -> None:
     first = case.kwargs["x"][: len(x)]
     for batches, many in (([first, first + 1, first + 2], 1), ([first] * 4, 0), ([x, x + 1, first], 0)):
         model = copy.deepcopy(case.model)
-        meshc.compile(model, mesh, args=(first,), inputs="local", options=meshc.Options(local_loss="mean"))
+        meshc.compile(model, mesh, args=(first,), inputs="local", options=meshc.Options(local_inputs=meshc.LocalInputs(loss="mean")))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for batch in batches:
@@ -409,7 +414,10 @@ def mask_without_rows(mesh: Any) -> None:
     torch.manual_seed(0)
     model, src, target = Masked(), torch.randint(12, (5, 4)), torch.randint(12, (5, 4))
     twin, mask = copy.deepcopy(model), torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
-    mine, options = columns(src, 1, mesh), meshc.Options(local_loss="mean", check_inputs=1)
+    mine, options = (
+        columns(src, 1, mesh),
+        meshc.Options(local_inputs=meshc.LocalInputs(loss="mean"), debugging=meshc.Debugging(check_inputs=1)),
+    )
     program = meshc.compile(model, mesh, args=(mine, mask), inputs="local", options=options)
     logits, wanted = program(mine, mask), twin(src, mask)
     assert torch.allclose(logits, columns(wanted, 1, mesh), atol=1e-12)
@@ -424,7 +432,7 @@ def mask_without_rows(mesh: Any) -> None:
 def uneven_columns(mesh: Any) -> None:
     """Parts of different numbers of rows, along the dim that `names=` says, and refused with that line where it does not."""
     torch.manual_seed(0)
-    model, options = Masked(), meshc.Options(uneven_rows=True)
+    model, options = Masked(), meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True))
     twin, mask = copy.deepcopy(model), torch.zeros(5, 5, dtype=torch.float64)
     src, target = torch.randint(12, (5, 4)), torch.randint(12, (5, 4))
 

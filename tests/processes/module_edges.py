@@ -143,7 +143,7 @@ def model_of_a_step(mesh: Any) -> None:
     step, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin))
     program = meshc.compile(
         meshc.TrainStep(model, optimizer=step, loss=lambda y, target: (y - target).square().sum()), mesh,
-        names={"input": ("rows", None), "target": ("rows", None)}, options=meshc.Options(keep_gradients=True),
+        names={"input": ("rows", None), "target": ("rows", None)}, options=meshc.Options(training=meshc.Training(keep_gradients=True)),
     )  # fmt: skip
     for turn in range(2):
         program(X, target=target)

@@ -126,7 +126,7 @@ def a_draw_on_one_rank(mesh: Any) -> None:
 
 def another_size(mesh: Any) -> None:
     """Rank 1 goes on with batches of 4 rows; both have both programs, whose gradients are of equal shapes."""
-    program, _, case = trained(mesh, meshc.Options(check_inputs=0))
+    program, _, case = trained(mesh, meshc.Options(debugging=meshc.Debugging(check_inputs=0)))
     batches = [{name: value[:rows] for name, value in case.call_kwargs.items()} for rows in (6, 4)]
     for batch in (batches[0], batches[1]) * 5:
         program(**batch)

@@ -101,7 +101,7 @@ def edges(mesh: str, folder: str) -> None:
     with torch.device("meta"):
         model = llama(False).to(torch.bfloat16)
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()))
-    program = meshc.compile(step, device_mesh(mesh), kwargs=INPUTS, options=meshc.Options(master_weights=True))
+    program = meshc.compile(step, device_mesh(mesh), kwargs=INPUTS, options=meshc.Options(training=meshc.Training(master_weights=True)))
     with pytest.raises(meshc.StateError, match=r"has no values for lm_head.weight\n  what to do: program.init_weights"):
         meshc.load_pretrained(program, path / "base")
     with pytest.raises(meshc.ArtifactError, match="there are no files at"):

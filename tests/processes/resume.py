@@ -97,8 +97,10 @@ def _options(case: Case, mesh: str, do: str) -> meshc.Options:
     if "pp" not in mesh:
         return meshc.Options(seed=seed)
     if do == "save":
-        return meshc.Options(seed=seed, schedule="1f1b")
-    return meshc.Options(seed=seed, schedule="zb_h1", pp_splits=["down"] if case.name == "draws" else ["transformer.h.0.mlp"])
+        return meshc.Options(seed=seed, pipeline=meshc.Pipelining(schedule="1f1b"))
+    return meshc.Options(
+        seed=seed, pipeline=meshc.Pipelining(schedule="zb_h1", splits=["down"] if case.name == "draws" else ["transformer.h.0.mlp"])
+    )
 
 
 def _plain(program: meshc.Program, case: Case, path: Path, losses: list[float]) -> None:

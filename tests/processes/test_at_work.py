@@ -35,7 +35,7 @@ def test_losses_and_states_are_one_devices(mesh: str, ranks: int, copies: int, t
     twin = copy.deepcopy(found.model)
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss)
-    options = meshc.Options(expert_placement="movable", expert_copies=copies, seed=0)
+    options = meshc.Options(experts=meshc.Experts(placement="movable", copies=copies), seed=0)
     meshc.compile(step, meshc.Mesh(mesh), kwargs=found.call_kwargs, options=options).save(tmp_path / "program")
     inputs = {name: x for name, x in found.call_kwargs.items() if isinstance(x, torch.Tensor)}
     safetensors.torch.save_file(inputs, tmp_path / "batch.safetensors")
@@ -74,7 +74,7 @@ def test_a_program_whose_experts_stay_is_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file(inputs, tmp_path / "batch.safetensors")
     for options, said in (
         (meshc.Options(), "the experts of .* stay where they are"),
-        (meshc.Options(expert_placement="movable"), "no axis of the mesh ep=1 splits the experts"),
+        (meshc.Options(experts=meshc.Experts(placement="movable")), "no axis of the mesh ep=1 splits the experts"),
     ):
         meshc.compile(step, meshc.Mesh("ep=1"), kwargs=found.call_kwargs, options=options).save(path)
         with pytest.raises(meshc.StateError, match=said):

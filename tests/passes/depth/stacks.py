@@ -53,7 +53,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def compiled(model: nn.Module, mesh: str = "dp=2", depth: str = "auto", train: bool = True, **options: Any) -> meshc.Program:
     ids = torch.zeros(4, 3, dtype=torch.int64)
     step_options = {name: options.pop(name) for name in ("clip_grad_norm", "microbatches") if name in options}
-    options["options"] = meshc.Options(depth=depth)
+    options["options"] = meshc.Options(debugging=meshc.Debugging(depth=depth))
     if not train:
         with torch.no_grad():
             return meshc.compile(model.eval(), meshc.Mesh(mesh), kwargs={"ids": ids}, **options)

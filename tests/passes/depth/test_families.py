@@ -39,7 +39,7 @@ WHOLE: Final[dict[str, dict[str, Any]]] = {
 def compiled(name: str, sizes: dict[str, Any], depth: str, mesh: str, train: bool, **step: Any) -> meshc.Program:
     stock = STOCK[name]
     case = replace(stock, sizes={**stock.sizes, **sizes}).case(name)
-    options = meshc.Options(depth=depth)
+    options = meshc.Options(debugging=meshc.Debugging(depth=depth))
     if not train:
         kwargs = {key: value for key, value in case.kwargs.items() if key != "labels" or name in ("t5", "whisper")}
         with torch.no_grad():

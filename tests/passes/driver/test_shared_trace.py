@@ -130,7 +130,9 @@ def test_two_sizes_are_compiled_each_by_itself(traces: list[Any]) -> None:
 
 def test_programs_that_were_not_used_for_longest_are_dropped() -> None:
     case = mlp()
-    program = meshc.compile(step_of(case), meshc.Mesh("dp=2"), kwargs=case.call_kwargs, options=meshc.Options(kept_sizes=2))
+    program = meshc.compile(
+        step_of(case), meshc.Mesh("dp=2"), kwargs=case.call_kwargs, options=meshc.Options(debugging=meshc.Debugging(kept_sizes=2))
+    )
     texts = {6: str(program)}
     for rows in (4, 6, 2, 4, 6):  # 4 goes when 2 comes, since 6 was used after it
         program.prepare((), {name: value[:rows] for name, value in case.call_kwargs.items()})

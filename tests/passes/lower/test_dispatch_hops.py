@@ -50,7 +50,7 @@ def program(
     of = model() if of is None else of
     step = meshc.TrainStep(of, optimizer=torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9), microbatches=microbatches)
     ids = torch.randint(33, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
-    options = meshc.Options(expert_dispatch=dispatch, **more)
+    options = meshc.Options(experts=meshc.Experts(dispatch=dispatch), **more)
     return meshc.compile(step, meshc.Mesh(mesh), kwargs={"input_ids": ids, "labels": ids}, options=options, plan=plan)
 
 
@@ -167,7 +167,7 @@ def test_families(family: str) -> None:
     case = FAMILIES[family].case(family)
     step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=lambda output: output.loss)
     with nodes_of(2):
-        options = meshc.Options(expert_dispatch="hierarchical")
+        options = meshc.Options(experts=meshc.Experts(dispatch="hierarchical"))
         found = meshc.compile(step, meshc.Mesh("ep=4"), kwargs=case.call_kwargs, options=options)
         assert {axes for *_, axes in hops(found)} == {("ep_across",), ("ep_inside",)}
         assert meshc.verify(found, dtype=torch.float64).ok
@@ -204,4 +204,4 @@ def test_what_cannot_go_in_two_hops_says_why() -> None:
     with nodes_of(4), pytest.raises(PlanError, match="tokens of model.layers.0.mlp.experts do not lie along the axes"):
         program("ep=4,dp=2")
     with pytest.raises(PlanError, match="use 'auto', 'flat' or 'hierarchical'"):
-        meshc.Options(expert_dispatch="two")
+        meshc.Options(experts=meshc.Experts(dispatch="two"))

@@ -85,7 +85,7 @@ def test_outside_a_training_step_the_line_changes_nothing() -> None:
 def step_of(case: Case, mesh: str, plan: str | None, microbatches: int = 1, backend: str = "eager") -> meshc.Program:
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=0.01)
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
-    options = meshc.Options(schedule="1f1b" if "pp" in mesh else None)
+    options = meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b" if "pp" in mesh else None))
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan, options=options, backend=backend)
 
 

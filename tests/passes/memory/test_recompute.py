@@ -105,7 +105,7 @@ def test_what_goes_through_all_layers_is_not_recomputed_from_its_beginning() -> 
 def step_of(case: Case, mesh: str, remat: str, microbatches: int = 1) -> meshc.Program:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
-    options = meshc.Options(remat=remat, schedule="1f1b" if "pp" in mesh else None)
+    options = meshc.Options(remat=remat, pipeline=meshc.Pipelining(schedule="1f1b" if "pp" in mesh else None))
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, options=options)
 
 

@@ -21,7 +21,7 @@ from tests.models import Case, gpt2, llama, nanogpt
 def step_of(case: Case, mesh: str, budget: int | None, schedule: str | None, microbatches: int | None = 4) -> meshc.Program:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
-    options = meshc.Options(memory_budget=budget, schedule=schedule)
+    options = meshc.Options(memory_budget=budget, pipeline=meshc.Pipelining(schedule=schedule))
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, options=options)
 
 
@@ -50,7 +50,7 @@ def test_a_budget_is_kept_and_a_step_means_what_it_means(make: Callable[..., Cas
 def deep(budget: int | None) -> meshc.Program:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.mse_loss, microbatches=4)
-    options = meshc.Options(memory_budget=budget, schedule="1f1b", pp_splits=["2"])
+    options = meshc.Options(memory_budget=budget, pipeline=meshc.Pipelining(schedule="1f1b", splits=["2"]))
     return meshc.compile(
         step, meshc.Mesh("pp=2"), args=(torch.zeros(256, 16),), kwargs={"target": torch.zeros(256, 16)}, plan="", options=options
     )

@@ -168,7 +168,7 @@ def test_what_is_not_clear_is_refused_with_the_line_to_write() -> None:
 
 
 def test_rows_that_are_counted_before_the_model_is_looked_at_are_said() -> None:
-    options = meshc.Options(uneven_rows=True)
+    options = meshc.Options(local_inputs=meshc.LocalInputs(uneven_rows=True))
     tokens = nn.Sequential(nn.Embedding(12, 8), nn.TransformerEncoderLayer(8, 2, 16))
     with pytest.raises(meshc.CompileError, match=r"(?s)dim 1 of input.*uneven_rows=True.*names={'input': \(None, 'batch', ...\)}"):
         meshc.compile(step(tokens), meshc.Mesh("dp=2"), args=(SRC,), kwargs={"target": TARGET % 8}, inputs="local", options=options)

@@ -9,6 +9,7 @@ from meshc.frontend import call_keys
 from meshc.frontend.train_step import TracedFunction
 from meshc.ir.graph import placeholders
 from meshc.ir.mesh import Mesh
+from meshc.options import Options
 from meshc.passes.driver import compile_program
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
@@ -36,7 +37,7 @@ def block(family: str) -> PlacedModel:
         return compile_program.place(
             Request(
                 module=layer, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("ep=2,tp=2"),
-                depth="whole",
+                options=Options().having(depth="whole"),
             )
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from meshc.frontend.train_step import TrainStep, traced_step
 from meshc.ir import op_name
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
+from meshc.options import Options
 from meshc.passes import pipeline
 from meshc.passes.driver import compile_program
 from meshc.passes.pass_runner import run_pass
@@ -47,7 +48,7 @@ def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss
     args, kwargs = call_keys.canonical_call(traced.signature, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
-        grad=True, train=True, optimizer=describe(optimizer), depth="whole",
+        grad=True, train=True, optimizer=describe(optimizer), options=Options().having(depth="whole"),
     )  # fmt: skip
     return run_pass(pipeline.PLACE[0], compile_program.update_and_factorize(compile_program.trace(request)))
 

@@ -35,7 +35,7 @@ def compiled(depth: str, layers: int = 6, mesh: str = "dp=2", plan: str = "dp: a
     model = Stack([16] * layers, dropout=0.1)
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=cross_entropy, clip_grad_norm=1.0)
     ids = torch.zeros(WORDS + 1, 4, dtype=torch.int64)
-    options = meshc.Options(depth=depth, memory_budget=budget)
+    options = meshc.Options(debugging=meshc.Debugging(depth=depth), memory_budget=budget)
     return meshc.compile(step, meshc.Mesh(mesh), kwargs={"ids": ids, "target": ids}, plan=plan, options=options)
 
 
@@ -143,7 +143,7 @@ def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
     part = Captured(case, train=True, double=False).traced
     asked = replace(part.request, mesh=Mesh("dp=2,tp=2"), plan=OPEN, clip_grad_norm=1.0)
     asked = replace(asked, optimizer=describe(torch.optim.AdamW(asked.module.parameters())))
-    traces = [driver.trace(replace(asked, depth="whole")), part.copy_for_request(asked)]
+    traces = [driver.trace(asked.having(depth="whole")), part.copy_for_request(asked)]
     whole, part = (PlanSearch(run_pass(pipeline.PLACE[0], driver.update_and_factorize(each)), device("h100")) for each in traces)
     assert whole.placed.depth is None and part.placed.depth is not None
     assert len(part.space.decisions) < len(whole.space.decisions)

@@ -25,7 +25,13 @@ class Two(nn.Module):
 def staged(mesh: str, splits: list[str] | None = None) -> tuple[str, str]:
     model = Two()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
-    return around("stages", step, mesh, options=meshc.Options(pp_splits=splits, schedule="gpipe" if splits else None), x=torch.zeros(4, 3))
+    return around(
+        "stages",
+        step,
+        mesh,
+        options=meshc.Options(pipeline=meshc.Pipelining(splits=splits, schedule="gpipe" if splits else None)),
+        x=torch.zeros(4, 3),
+    )
 
 
 def test_halves_of_stages_and_what_they_send() -> None:

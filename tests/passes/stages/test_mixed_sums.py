@@ -69,7 +69,7 @@ def test_forward_of_all_microbatches_comes_before_the_first_backward() -> None:
 def test_a_schedule_that_runs_a_backward_earlier_is_refused() -> None:
     with pytest.raises(meshc.MeshcError, match=re.escape("1f1b: backward reads sums over the whole batch")) as raised:
         compiled("pp=2", 4, schedule="1f1b")
-    assert 'what to do: Options(schedule="gpipe")' in str(raised.value)
+    assert 'what to do: Options(pipeline=Pipelining(schedule="gpipe"))' in str(raised.value)
 
 
 @pytest.mark.parametrize("mesh", [broad("pp=2"), broad("ep=2"), broad("pp=2,ep=2"), broad("ep=4")])
@@ -80,6 +80,6 @@ def test_a_stock_auxiliary_loss_equals_one_device(mesh: str) -> None:
     found.kwargs = {name: torch.cat([value, value.flip(0)]) for name, value in found.kwargs.items()}
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss, clip_grad_norm=1.0, microbatches=2)
-    options = meshc.Options(schedule="gpipe") if "pp" in mesh else meshc.Options()
+    options = meshc.Options(pipeline=meshc.Pipelining(schedule="gpipe")) if "pp" in mesh else meshc.Options()
     verified = meshc.verify(meshc.compile(step, meshc.Mesh(mesh), options=options, kwargs=found.call_kwargs), dtype=torch.float64)
     assert verified.ok, verified

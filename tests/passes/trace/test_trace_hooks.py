@@ -171,7 +171,7 @@ def test_a_sum_lies_alike_in_calls_that_step_and_in_those_that_do_not(build: Any
     x = torch.arange(8)
     model = Looked()
     step = meshc.TrainStep(model, optimizer=build(model.parameters(), lr=1e-2), loss=F.cross_entropy)
-    options = meshc.Options(keep_gradients=True, accumulate=True)
+    options = meshc.Options(training=meshc.Training(keep_gradients=True, accumulate=True))
     program = meshc.compile(step, meshc.Mesh("tp=2"), args=(x,), kwargs={"target": x}, options=options)
     adds = meshc.Program(program.asked.for_accumulation(), program.world)
     adds.prepare((x,), {"target": x})
@@ -189,7 +189,7 @@ def test_over_a_pipeline() -> None:
     for parameter in (matrices[1], matrices[-1]):
         parameter.register_hook(noisy)
     step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters(), lr=1e-2), loss=case.loss)
-    options = meshc.Options(keep_gradients=True, accumulate=True)
+    options = meshc.Options(training=meshc.Training(keep_gradients=True, accumulate=True))
     program = meshc.compile(step, meshc.Mesh("pp=2,dp=2"), kwargs=case.call_kwargs, options=options)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
     adds = meshc.Program(program.asked.for_accumulation(), program.world)

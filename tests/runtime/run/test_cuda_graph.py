@@ -104,7 +104,7 @@ def test_recordings_that_are_hardly_replayed_wait_longer():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"mode": "forward"}, "Options(cuda_graph=True) alone"),
+        ({"mode": "forward"}, "Options(debugging=Debugging(cuda_graph=True)) alone"),
         ({"mode": "forward", "has_cache": True}, ""),
         ({"mode": "forward", "has_backward": True, "has_cache": True}, "backward is another call"),
         ({"mode": "step", "waits_on_device": False}, "use nccl"),
