@@ -112,6 +112,7 @@ pipelines: $(STAMP)
 
 reference: $(STAMP)
 	$(RUN) -m tests.reference
+	$(RUN) -m tests.replacements_page
 
 # The pages as a site, in out/site. A link that leads nowhere fails.
 site: $(STAMP)

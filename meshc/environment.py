@@ -7,7 +7,13 @@
     MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.run.recorder)
     MESHC_PROGRAMS=dir  where compiled programs are kept for a next start, unless Options(cache=) says otherwise (meshc.program_cache)
     MESHC_DISK=dir      where state lies that a plan keeps on the disk (meshc.runtime.comm.disk)
+    MESHC_CACHE=dir     where compiled kernels are kept, and with Options(cache=True) programs (meshc.files.kernel_cache)
+    CXX                 the C++ compiler that builds the kernel of random numbers on a CPU (meshc.ops.philox)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
+    TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_USE_AGENT_STORE, GROUP_WORLD_SIZE    likewise (meshc.runtime.failure.restarts)
+
+Variables that a model's code reads (meshc.frontend.dependencies), and those of others that ranks compare (meshc.runtime.agreement.agreed),
+are read by `variable`.
 """
 
 from __future__ import annotations
@@ -28,7 +34,6 @@ TRACE: Final = "MESHC_TRACE"
 DISK: Final = "MESHC_DISK"
 PROGRAMS: Final = "MESHC_PROGRAMS"
 CACHE: Final = "MESHC_CACHE"
-"""Which `meshc.files.private_folders` reads."""
 KNOWN: Final = (DUMP, VERIFY, LOG, DEVICES, TRACE, DISK, PROGRAMS, CACHE)
 LEVELS: Final = ("", "info", "debug")
 
@@ -39,6 +44,11 @@ _traced: Final[Counter[Path]] = Counter()
 def meshc_variables() -> dict[str, str]:
     """Environment variables whose names begin with MESHC_, sorted."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MESHC_")}
+
+
+def variable(name: str) -> str:
+    """The value of a variable that others define, or `not set`."""
+    return os.environ.get(name, "not set")
 
 
 def dump_folder() -> Path | None:
@@ -56,6 +66,11 @@ def programs_folder() -> Path | None:
     """Where compiled programs are kept for a next start. None: nowhere."""
     name = os.environ.get(PROGRAMS, "")
     return Path(name) if name else None
+
+
+def cache_folder() -> Path:
+    """Where what can be built again is kept: $MESHC_CACHE, or ~/.cache/meshc."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "meshc")
 
 
 def verifying() -> bool:
@@ -99,6 +114,32 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """How many ranks the launcher started on this machine; 1 without one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def restart_count() -> str:
+    """Number of times that the launcher has restarted this job, as text; 0 without one."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def agent_serves_store() -> bool:
+    """Whether the launcher's agent serves the process group's store, not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def agent_count() -> str:
+    """Number of the launcher's agents, one a node, as text; 1 without one."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1")
+
+
+def without_launcher() -> dict[str, str]:
+    """The environment of a process that no launcher has started."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in launcher}
+
+
+def compiler_name() -> str | None:
+    """The C++ compiler that $CXX names."""
+    return os.environ.get("CXX")
 
 
 def device_file() -> Path:

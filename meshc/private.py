@@ -2,8 +2,8 @@
 
     from meshc.private import FakeTensorMode        torch._subclasses.fake_tensor.FakeTensorMode, loaded when it is asked for
 
-Nothing else in meshc imports a private module of torch. What is reached by attribute (`torch._C._set_mkldnn_enabled`) or replaced while a
-model is traced stands in the table too. A name that a release has moved raises UnsupportedTorch with the releases that have it;
+Nothing else in meshc imports a private module of torch. What is reached by attribute (`torch._C._set_mkldnn_enabled`) stands in the table
+too; what is replaced, in `meshc.replacements`. A name that a release has moved raises UnsupportedTorch with the releases that have it;
 `tests/test_private.py` looks for every one, and says what moved.
 """
 
@@ -19,17 +19,14 @@ from meshc.errors import CompileError
 
 if TYPE_CHECKING:
     import torch._decomp.decompositions as decompositions
-    import torch._dynamo as dynamo
     import torch._dynamo.functional_export as functional_export
     import torch._dynamo.graph_region_tracker as graph_region_tracker
-    import torch._dynamo.pgo as pgo
     import torch._dynamo.symbolic_convert as symbolic_convert
     import torch._dynamo.trace_rules as trace_rules
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
     import torch._dynamo.variables.torch as calls_of_torch
     import torch._functorch.eager_transforms as eager_transforms
-    import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.tensor._dispatch as dtensor_dispatch
     import torch.distributed.tensor._random as dtensor_random
     import torch.distributed.tensor._redistribute as dtensor_redistribute
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, LocalMapWrappedHigherOrderVariable
     from torch._dynamo.variables.lazy import LazyCache
-    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
+    from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._functorch._aot_autograd.descriptors import (
         BackwardTokenAOTInput,
@@ -75,17 +72,14 @@ SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.14", "transformers": 
 
 NAMES: Final[Mapping[str, str]] = {
     "decompositions": "torch._decomp.decompositions",
-    "dynamo": "torch._dynamo",
     "functional_export": "torch._dynamo.functional_export",
     "graph_region_tracker": "torch._dynamo.graph_region_tracker",
-    "pgo": "torch._dynamo.pgo",
     "symbolic_convert": "torch._dynamo.symbolic_convert",
     "trace_rules": "torch._dynamo.trace_rules",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
     "calls_of_torch": "torch._dynamo.variables.torch",
     "eager_transforms": "torch._functorch.eager_transforms",
-    "fake_tensor": "torch._subclasses.fake_tensor",
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "dtensor_random": "torch.distributed.tensor._random",
     "dtensor_redistribute": "torch.distributed.tensor._redistribute",
@@ -106,7 +100,6 @@ NAMES: Final[Mapping[str, str]] = {
     "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
     "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
     "LazyCache": "torch._dynamo.variables.lazy:LazyCache",
-    "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
     "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
     "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
     "SymNodeVariable": "torch._dynamo.variables.tensor:SymNodeVariable",
@@ -139,7 +132,6 @@ NAMES: Final[Mapping[str, str]] = {
 
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
-
     "torch:_C._autograd._get_data_attr", "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass",
     "torch:_C.DispatchKey", "torch:_C.TensorBase",
     "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",
@@ -149,66 +141,36 @@ REACHED: Final = (
     "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.pop_dynamic_layer_stack",
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
-    "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
+    "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_",
     "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication", "torch.distributed.tensor:DTensor._spec",
     "torch.distributed.tensor:DTensor._local_tensor",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
     "torch.nn:AdaptiveLogSoftmaxWithLoss._get_full_log_prob",
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-)  # fmt: skip
-"""What is used where it is, by attribute."""
-
-REPLACED: Final = (
-    "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable.call_function",
-    "torch._decomp.decompositions:one_layer_lstm",
-    "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
+    "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:skip_guards_on_constant_func_defaults",
     "torch._dynamo.config:_autograd_backward_strict_mode_conditional_banned_ops",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
-    "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table",
-    "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table",
-    "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator.dispatch_table",
     "torch._dynamo.symbolic_convert:InstructionTranslatorBase.STORE_ATTR", "torch._dynamo.trace_rules:get_torch_obj_rule_map",
-    "torch._dynamo:lookup_backend", "torch._dynamo.graph_region_tracker:InputPickler",
-    "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop",
-    "torch._dynamo.pgo:_CODE_STATE", "torch._dynamo.pgo:_INIT_CODE_STATE",
-    "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation",
-    "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
-    "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
-    "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
-    "torch._dynamo.variables.lazy:LazyConstantVariable.create",
-    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "torch._dynamo.variables.torch:unimplemented",
-    "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "torch._dynamo.utils:proxy_args_kwargs",
-    "torch._dynamo.variables.builder:_clone_input", "torch._functorch.eager_transforms:jacfwd",
-    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables:TensorVariable.method_tolist",
-    "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
+    "torch._dynamo.side_effects:SideEffects._get_modified_vars", "torch._dynamo.utils:proxy_args_kwargs",
     "torch._subclasses.fake_tensor:FakeTensorConverter.add_constant_storage_mapping",
     "torch._subclasses.fake_tensor:SymNumberMemoDescriptor", "torch._dynamo.utils:_compilation_metrics",
-    "torch.distributed.tensor._dispatch:redistribute_local_tensor", "torch.distributed.tensor._redistribute:redistribute_local_tensor",
-    "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
-    "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
-    "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",
-    "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",
-    "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",
-    "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+    "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_REGISTRY", "torch.fx.graph_module:_loader.eval_cache",
     "torch.nn.attention.flex_attention:BlockMask._flatten", "torch.nn.attention.flex_attention:BlockMask._unflatten",
-    "torch.nn.attention.flex_attention:BlockMask._flatten_with_keys", "torch.nn.modules.transformer:_detect_is_causal_mask",
+    "torch.nn.attention.flex_attention:BlockMask._flatten_with_keys",
     "torch.utils._pytree:SUPPORTED_NODES", "torch.utils._pytree:NodeDef", "torch.utils._pytree:SequenceKey",
-    "torch.utils._pytree:_deregister_pytree_node",
-    "torch.fx._pytree:SUPPORTED_NODES", "torch.fx._pytree:_deregister_pytree_flatten_spec",
+    "torch.utils._pytree:_deregister_pytree_node", "torch.fx._pytree:SUPPORTED_NODES",
+    "torch.fx._pytree:_deregister_pytree_flatten_spec",
 )  # fmt: skip
-"""What is changed while a model is traced, and what is looked into."""
+"""What is used where it is, by attribute, and what is looked into."""
 
 OF_TRANSFORMERS: Final = (
-    "transformers.utils.output_capturing:_active_collector",
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
-    "transformers.utils.output_capturing:install_all_output_capturing_hooks",
     "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",
     "transformers.cache_utils:LinearAttentionAndFullAttentionLayer", "transformers.cache_utils:DynamicLayer",
     "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer", "transformers.cache_utils:DynamicSlidingWindowLayer",
-    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", "transformers.masking_utils:create_block_mask",
-    "transformers.masking_utils:fast_all", "transformers.conversion_mapping:get_model_conversion_mapping",
-    "transformers.core_model_loading:dot_natural_key", "transformers.core_model_loading:rename_source_key",
+    "transformers.conversion_mapping:get_model_conversion_mapping", "transformers.core_model_loading:dot_natural_key",
+    "transformers.core_model_loading:rename_source_key",
 )  # fmt: skip
 """What stock models need, and nothing promises."""
 

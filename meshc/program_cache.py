@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from meshc import artifact
+from meshc import artifact, environment
 from meshc.errors import ArtifactError, FileError, MeshcError
 from meshc.files import private_folders, seal
 from meshc.files.folders import move_into_place, replacing, to_disk, writing
@@ -59,7 +59,7 @@ class Amount:
 
 def default_folder() -> Path:
     """The default folder of cached programs."""
-    return private_folders.cache_folder() / "programs"
+    return environment.cache_folder() / "programs"
 
 
 def name_of(key: str, depends: str) -> str:

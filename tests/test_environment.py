@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,30 @@ def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPa
     hook("partition", left)
     hook("fuse_updates", left)
     assert capsys.readouterr().err == "meshc: partition 0.25 s\nmeshc:   a note\nmeshc: fuse_updates 0.00 s\n"
+
+
+def readers(text: str) -> list[str]:
+    """What a text has of the environment: `os.environ`, `os.getenv`, or a name of theirs from `os`."""
+    nodes = [*ast.walk(ast.parse(text))]
+    imported = [f"os.{one.name}" for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "os" for one in node.names]
+    reached = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+    return [name for name in imported + reached if name in ("os.environ", "os.environb", "os.getenv", "os.getenvb")]
+
+
+def test_one_file_reads_the_environment() -> None:
+    root = Path(meshc.__file__).parent.parent
+    files = [path for folder in ("meshc", "passes", "runtime") for path in sorted((root / folder).rglob("*.py"))]
+    assert len(files) > 500
+    assert {path.relative_to(root) for path in files if readers(path.read_text())} == {Path("meshc/environment.py")}
+    assert readers("import os\nfrom os import environ\nos.getenv('A')\nos.path.join('a')") == ["os.environ", "os.getenv"], "planted"
+
+
+def test_its_page_names_each_variable() -> None:
+    text, page = Path(environment.__file__).read_text(), (Path(meshc.__file__).parent.parent / "docs" / "environment.md").read_text()
+    strings = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names = {one for one in strings if re.fullmatch(r"[A-Z]+(_[A-Z]+)*", one)} - {"MASTER_ADDR", "MASTER_PORT"}  # children go without
+    assert {"MESHC_DUMP", "GROUP_WORLD_SIZE", "CXX"} <= names
+    assert [name for name in sorted(names) if f"`{name}`" not in page and f"${name}`" not in page] == []
 
 
 def test_unknown_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import meshc
-from meshc import private
+from meshc import private, replacements
 
 ROOT = Path(meshc.__file__).parent.parent
 SOURCES = [path for folder in ("meshc", "passes", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
-PLACES = [*private.NAMES.values(), *private.REACHED, *private.REPLACED]
+PLACES = [*private.NAMES.values(), *private.REACHED, *replacements.places_of("torch")]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -19,7 +19,7 @@ from meshc.api.compile_arguments import Arguments, CompileArguments
 from meshc.api.world import World
 from meshc.errors import InputError
 from meshc.frontend import call_keys
-from meshc.frontend.stock_accelerate import RankParts
+from meshc.frontend.libraries.stock_accelerate import RankParts
 from meshc.ir import trees
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.runtime.comm import collectives

@@ -24,12 +24,12 @@ from torch import Tensor
 from meshc.api import user_caches
 from meshc.api.compile_arguments import CompileArguments
 from meshc.errors import CaptureError, InputError
-from meshc.frontend import stock_models
+from meshc.frontend.libraries import stock_models
+from meshc.frontend.libraries.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
+from meshc.frontend.libraries.stock_rope import follows_length
 from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes, Table
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
-from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
-from meshc.frontend.stock_rope import follows_length
 from meshc.ir import trees
 from meshc.runtime.run.session import digest_of
 

@@ -20,10 +20,10 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import call_keys, side_effects
 from meshc.frontend.frames import warn_at_users_line
+from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_values import Reads
-from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule

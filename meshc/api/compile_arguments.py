@@ -19,10 +19,10 @@ from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import copies_per_rank, give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
+from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.frontend.listed_experts import looped_expert_counts
 from meshc.frontend.module_watch import ModuleState, ModuleWatch
 from meshc.frontend.read_values import Values
-from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir import trees
 from meshc.ir.forms import Form, Forms
@@ -41,9 +41,9 @@ from meshc.runtime.state.ownership import refuse_foreign_parameters
 from meshc.runtime.state.store import Store
 
 if TYPE_CHECKING:
-    from meshc.frontend import padded_caches
+    from meshc.frontend.libraries import padded_caches
 else:
-    padded_caches = LazyModule("meshc.frontend.padded_caches")
+    padded_caches = LazyModule("meshc.frontend.libraries.padded_caches")
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """A call's arguments: those by position, those by name."""

@@ -16,7 +16,6 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,8 @@ from meshc.api import batch_parts
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import World
 from meshc.errors import InputError, StateError
-from meshc.frontend.stock_models import can_generate
+from meshc.frontend.libraries.stock_models import can_generate
+from meshc.replacements import replace_for_good, replace_targets
 from meshc.runtime.comm import collectives
 
 MASK: Final = "attention_mask"
@@ -63,7 +63,7 @@ def _of_copy(*args: Any, **kwargs: Any) -> NoReturn:
 def stand_in(model: nn.Module, generate: Callable[..., Any]) -> None:
     """From here on the model generates so, if it generates by transformers' own code."""
     if can_generate(model):
-        vars(model)["generate"] = Generate(generate)
+        replace_for_good("generation", Generate(generate), model)
 
 
 def own(model: nn.Module) -> Callable[..., Any] | None:
@@ -133,7 +133,7 @@ def _draw_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int, 
         return found
 
     trace_rules.get_torch_obj_rule_map()  # Dynamo looks torch's functions up once: before one of them is another
-    with mock.patch.object(torch, "multinomial", multinomial):
+    with replace_targets(drawn_tokens=multinomial):
         yield mine
 
 

@@ -16,11 +16,12 @@ from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
-from meshc.frontend import model_init, outer_transforms, stock_models
+from meshc.frontend import model_init, outer_transforms
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.frames import warn_at_users_line
-from meshc.frontend.stock_accelerate import schedule_note, tell_accelerate
-from meshc.frontend.stock_trainer import is_marked, tell_trainer, with_trainer_counts
+from meshc.frontend.libraries import stock_models
+from meshc.frontend.libraries.stock_accelerate import schedule_note, tell_accelerate
+from meshc.frontend.libraries.stock_trainer import is_marked, tell_trainer, with_trainer_counts
 from meshc.frontend.train_step import TracedFunction, TrainStep
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh

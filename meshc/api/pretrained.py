@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshc.errors import ArtifactError, StateError
 from meshc.files.folders import may_replace, move_into_place, replacing, writing
 from meshc.files.weight_files import WeightFiles
-from meshc.frontend import adapters, model_init, stock_weights
+from meshc.frontend import model_init
+from meshc.frontend.libraries import adapters, stock_weights
 from meshc.runtime.saved import weight_loading
 
 if TYPE_CHECKING:

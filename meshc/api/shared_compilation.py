@@ -26,8 +26,8 @@ from meshc.api.compilation_result import CompilationResult
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.value_keys import changes_text
 from meshc.errors import ArtifactError, CaptureError, MeshcError, PeerError
-from meshc.frontend import stock_models
 from meshc.frontend.dependencies import Dependencies
+from meshc.frontend.libraries import stock_models
 from meshc.frontend.output_tree_data import NotPlainData
 from meshc.frontend.skipped_work import fewer_collections
 from meshc.lazy_module import LazyModule

@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import InputError
+from meshc.frontend.libraries.stock_caches import ATTENTION, STATES, WINDOW
 from meshc.frontend.padded_sizes import capacity_of
-from meshc.frontend.stock_caches import ATTENTION, STATES, WINDOW
 from meshc.lazy_module import LazyModule
 
 if TYPE_CHECKING:
-    from meshc.frontend import padded_caches
+    from meshc.frontend.libraries import padded_caches
     from meshc.runtime.run import cache_layers, state_layers, window_layers
 else:
-    padded_caches = LazyModule("meshc.frontend.padded_caches")
+    padded_caches = LazyModule("meshc.frontend.libraries.padded_caches")
     cache_layers = LazyModule("meshc.runtime.run.cache_layers")
     state_layers = LazyModule("meshc.runtime.run.state_layers")
     window_layers = LazyModule("meshc.runtime.run.window_layers")

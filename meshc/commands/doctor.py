@@ -26,7 +26,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshc import environment, package, private, program_cache
+from meshc import environment, package, private, program_cache, replacements
 from meshc.commands.target import harmless
 from meshc.cost import devices
 from meshc.errors import ArtifactError, MeshcError, PlanError
@@ -104,7 +104,7 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     """With every private name that meshc uses of it."""
-    missing = _missing((*private.NAMES.values(), *private.REACHED, *private.REPLACED))
+    missing = _missing((*private.NAMES.values(), *private.REACHED, *replacements.places_of("torch")))
     said = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
     if missing:
         return Finding("torch", FAILS, f"{said}: it lacks {', '.join(missing)}", f"install torch {private.SUPPORTED['torch']}")
@@ -131,7 +131,7 @@ def _transformers() -> Finding:
         said = version("transformers")
     except PackageNotFoundError:
         return Finding("transformers", NOTE, "not installed", f"nothing, unless your models are stock ones: they need {supported}")
-    missing = _missing(private.OF_TRANSFORMERS)
+    missing = _missing((*private.OF_TRANSFORMERS, *replacements.places_of("transformers")))
     if missing:
         return Finding("transformers", NOTE, f"{said}: it lacks {', '.join(missing)}", f"for stock models install transformers {supported}")
     return Finding("transformers", WORKS, said)
@@ -255,7 +255,7 @@ def _all_reduce(
     """Result of a real all-reduce between newly started processes."""
     if not there:
         return Finding(backend, FAILS, "this torch is built without it", "install a torch with torch.distributed and " + backend)
-    found = trial(backend, ranks, timeout_s)
+    found = trial(backend, ranks, timeout_s, environment.without_launcher())
     who = f"{ranks} processes" if ranks > 1 else "a process"
     if found.has_succeeded:
         return Finding(backend, WORKS, f"{who} of this machine added up their numbers, {found.seconds:.1f} s with starting them")

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meshc import environment
 from meshc.files import private_folders
 
 _DIGEST_BYTES = 32
@@ -28,7 +29,7 @@ _DIGEST_BYTES = 32
 
 def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
     """The shared library `name`, which `build(file)` makes if the cache does not have it. Raises what `build` raises, and OSError."""
-    folder = private_folders.cache_folder()
+    folder = environment.cache_folder()
     why = private_folders.refusal(folder)
     file = folder.absolute().resolve() / name
     if why is None and _is_good(file, tell=True):

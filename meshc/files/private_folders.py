@@ -9,11 +9,6 @@ import stat
 from pathlib import Path
 
 
-def cache_folder() -> Path:
-    """Where meshc keeps what it can make again: `MESHC_CACHE`, or `~/.cache/meshc`."""
-    return Path(os.environ.get("MESHC_CACHE") or Path.home() / ".cache" / "meshc")
-
-
 def refusal(folder: Path) -> str | None:
     """Why what lies there may be somebody else's; None if it cannot be. Makes the folder if there is none."""
     try:

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshc.replacements import replace_targets
 
 _plain = _BatchNorm.forward
 
@@ -30,14 +31,14 @@ _plain = _BatchNorm.forward
 @contextmanager
 def synced_norms() -> Iterator[None]:
     """A context in which `nn.SyncBatchNorm.forward` is that of a plain batch norm."""
-    with mock.patch.object(nn.SyncBatchNorm, "forward", _plain):
+    with replace_targets(synced_batch_norm=_plain):
         yield
 
 
 @contextmanager
 def averaged_norms() -> Iterator[None]:
     """A context in which the forward of torch's batch norms is `_forward`."""
-    with mock.patch.object(_BatchNorm, "forward", _forward), mock.patch.object(nn.SyncBatchNorm, "forward", _forward):
+    with replace_targets(batch_norm=_forward, synced_batch_norm=_forward):
         yield
 
 

@@ -19,30 +19,19 @@ import torch
 from torch import nn
 
 from meshc.errors import CaptureError
-from meshc.frontend import stock_models, trace_errors
-from meshc.frontend.adapted_experts import adapted_experts
-from meshc.frontend.batch_norms import synced_norms
-from meshc.frontend.capture_patches import apply_capture_patches
-from meshc.frontend.data_assignments import set_data_in_place
+from meshc.frontend import trace_errors
+from meshc.frontend.capture_patches import apply_capture_patches, settle_graph, traceable_model
 from meshc.frontend.double_copy import double_by_default, wide_dtype, widen_casts
-from meshc.frontend.flex import traced_flex
 from meshc.frontend.inner_transforms import storage_of
-from meshc.frontend.known_outcomes import write_known_values
 from meshc.frontend.linalg_checks import settle_checks
-from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_numbers import NumberInputs
 from meshc.frontend.read_places import FUNCTION, MODEL, ReadPlace, watched_at_calls
 from meshc.frontend.read_values import Number, PlaceLookup, methods
-from meshc.frontend.selected_rows import follow_selected_rows
-from meshc.frontend.side_effects import TraceObservations, dropped_checks_note, leave_out_checks
+from meshc.frontend.side_effects import TraceObservations
 from meshc.frontend.skipped_work import isolated_dynamo, with_lazy_code, without_lookups
 from meshc.frontend.sources import source_of
-from meshc.frontend.stock_experts import unsorted_experts
-from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
-from meshc.frontend.traced_adaptive import traced_adaptive
-from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import output_of, placeholders, results_of, set_results
@@ -129,21 +118,6 @@ class JointGraph:
     module: torch.fx.GraphModule
     placeholders: list[tuple[PortKind, str]]
     outputs: list[tuple[PortKind | Literal["none"], str]]
-
-
-@contextlib.contextmanager
-def traceable_model(module: nn.Module) -> Iterator[None]:
-    """A context in which a model's code runs in the form in which it is traced."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    with (
-        stock_models.traceable_stock_models(module), trees.registration(), unsorted_experts(), traced_scans(), listed_experts(module),
-        adapted_experts(module), traced_flex(), traced_adaptive(), synced_norms(),
-    ):  # fmt: skip
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextlib.contextmanager
@@ -241,9 +215,8 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        stock_models.traceable_stock_models(module), trees.registration(), fake_tensors(module, mode, double) as (tensors, aliases),
-        torch.set_grad_enabled(grad), _dynamo_settings(), listed_experts(module), adapted_experts(module), isolated_dynamo(),
-        without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
+        fake_tensors(module, mode, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
+        isolated_dynamo(), without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
             with apply_capture_patches(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
@@ -253,13 +226,7 @@ def torch_graph(
         except Exception as error:
             raise trace_errors.explain_error(error, signature, args, kwargs) from error
     inputs_of_python.write(graph, seen.constants)
-    targets_in_rows(graph)
-    notes = [*seen.notes(), *dropped_checks_note(graph, source_of)]
-    leave_out_checks(graph)
-    write_known_values(graph)
-    set_data_in_place(graph, source_of)
-    follow_selected_rows(graph)
-    trace_errors.refuse_values(graph, source_of)
+    notes = [*seen.notes(), *settle_graph(graph)]
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)
     if double:

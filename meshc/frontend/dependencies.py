@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from meshc.environment import variable
 from meshc.frontend import read_places, read_values, traced_code
 from meshc.frontend.portable_values import function_of, portable
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, INPUTS, ITEM, MODEL, NTH, ReadPlace
@@ -111,7 +112,7 @@ class Dependencies:
             if mine != there:
                 yield f"{here.name(place)}: {mine} here, and {there} there"
         for name, there in self.environment.items():
-            if (mine := _variable(name)) != there:
+            if (mine := variable(name)) != there:
                 yield f"the variable {name}: {mine} here, and {there} there"
 
 
@@ -134,11 +135,7 @@ def trace_dependencies(
     lists = _bases_of_items(kept)
     values = {place: here.text(place, place in lists) for place in kept if not _is_input(place, here)}
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
-    return Dependencies(values, {name: _variable(name) for name in names}, _reason_not_portable(ran, functions.by_code, unplaced))
-
-
-def _variable(name: str) -> str:
-    return os.environ.get(name, "not set")
+    return Dependencies(values, {name: variable(name) for name in names}, _reason_not_portable(ran, functions.by_code, unplaced))
 
 
 def _bases_of_items(places: Iterable[ReadPlace]) -> frozenset[ReadPlace]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
-from unittest import mock
 
 import torch
+
+from meshc.replacements import replace_targets
 
 WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 """dtype -> its dtype in a copy in double precision; all others stay as they are."""
@@ -42,7 +43,7 @@ def _wide_norms() -> Iterator[None]:
             kwargs = {**kwargs, "dtype": WIDER.get(said, said)}
         return dispatch(self, func, types, args, kwargs)
 
-    with mock.patch.object(FakeTensorMode, "dispatch", dispatch_wide):
+    with replace_targets(fake_dispatch=dispatch_wide):
         yield
 
 

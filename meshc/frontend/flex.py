@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from meshc.ir import trees
-from meshc.private import resolve_name
+from meshc.replacements import replace_targets
 
 MODULE = "torch.nn.attention.flex_attention"
-STOCK = "transformers.masking_utils"
 
 
 def masks_as_inputs() -> None:
@@ -32,8 +31,7 @@ def masks_as_inputs() -> None:
 @contextmanager
 def traced_flex() -> Iterator[None]:
     """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
-    stock = {"create_block_mask": _plain_block_mask, "fast_all": _not_all_true}
-    with _replace_names(MODULE, _validate_device=_any_device, _apply_kernel_options=_no_options), _replace_names(STOCK, **stock):
+    with _unchecked_calls():
         yield
 
 
@@ -41,44 +39,24 @@ def traced_flex() -> Iterator[None]:
 def written_out_flex() -> Iterator[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
     not work under dispatch modes, such as those that answer random calls."""
-    with _replace_names(
-        MODULE,
-        _validate_device=_any_device,
-        _apply_kernel_options=_no_options,
-        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-        flex_attention_hop=_written_out_attention,
-    ):
+    if MODULE not in sys.modules:
+        yield
+        return
+    with _unchecked_calls(), replace_targets(flex_compilation=True, flex_operator=_written_out_attention):
         yield
 
 
 @contextmanager
-def _replace_names(module: str, **names: object) -> Iterator[None]:
-    """A context in which attributes of a module, if imported, have these values."""
-    loaded = sys.modules.get(module)
-    before = {name: resolve_name(f"{module}:{name}") for name in names} if loaded is not None else {}
-    for name in before:
-        setattr(loaded, name, names[name])
-    try:
+def _unchecked_calls() -> Iterator[None]:
+    if MODULE not in sys.modules:
         yield
-    finally:
-        for name, own in before.items():
-            setattr(loaded, name, own)
+        return
+    with replace_targets(flex_device_check=_any_device, flex_kernel_options=_no_options):
+        yield
 
 
 def _any_device(query: object, key: object, value: object) -> None:
     pass
-
-
-def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> object:
-    """`create_block_mask` without compilation: stock models compile it, which a trace does not enter."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(*call, **named)
-
-
-def _not_all_true(mask: Tensor) -> bool:
-    """The answer to whether a padding mask is all true, which would drop the mask: no, since a trace serves all masks."""
-    return False
 
 
 def _no_options(*call: object, **named: object) -> dict[str, object]:

@@ -10,15 +10,15 @@ Calls of another form go to torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias
-from unittest import mock
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshc.ops.grouped_mm import grouped_mm as in_runs
 from meshc.ops.grouped_mm import is_plain
+from meshc.replacements import replace_targets
 
 Own: TypeAlias = Callable[..., Tensor]
 Given: TypeAlias = Tensor | None
@@ -27,13 +27,9 @@ Given: TypeAlias = Tensor | None
 @contextmanager
 def grouped_calls() -> Iterator[None]:
     """A context in which both of torch's functions call meshc's operator."""
-    with _standing(torch, "_grouped_mm", _of_torch), _standing(torch.nn.functional, "grouped_mm", _of_functional):
+    whole, functional = _of_torch(torch._grouped_mm), _of_functional(torch.nn.functional.grouped_mm)
+    with replace_targets(grouped_product=whole, functional_grouped_product=functional):
         yield
-
-
-def _standing(module: Any, name: str, standing: Callable[[Own], Own]) -> Any:
-    own = getattr(module, name, None)
-    return nullcontext() if own is None else mock.patch.object(module, name, standing(own))
 
 
 def _of_torch(own: Own) -> Own:

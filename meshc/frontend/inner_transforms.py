@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.fx import Graph, Node
 
 from meshc.private import FakeTensorMode
+from meshc.replacements import replace_targets
 
 
 def within_transforms(graph: Graph) -> frozenset[Node]:
@@ -66,10 +66,7 @@ def traced_transforms() -> Iterator[None]:
         with outside_transforms():
             return copied(value, fake_mode)
 
-    with (
-        mock.patch.object(variables.builder, "_clone_input", copied_outside),
-        mock.patch.object(eager_transforms, "jacfwd", eager_transforms.jacrev),  # called by hessian; a model has its own name for jacfwd
-    ):
+    with replace_targets(cloned_input=copied_outside, forward_jacobian=eager_transforms.jacrev):  # a model has its own name for jacfwd
         yield
 
 

@@ -18,7 +18,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from meshc.frontend.in_place_changes import is_changed_later
 from meshc.ops.signatures import bind_arguments
+from meshc.replacements import replace_targets
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ DRAWS: Final = frozenset("rand rand_like uniform_ random_sample".split())
 @contextlib.contextmanager
 def known_outcomes() -> Iterator[None]:
     """A context for one trace, in which known values are folded."""
-    from meshc.private import FakeTensorMode, fake_tensor, variables
+    from meshc.private import FakeTensorMode, variables
 
     dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _EqualMasks()
 
@@ -79,12 +79,7 @@ def known_outcomes() -> Iterator[None]:
         value = known_value(self)
         return as_list(self, tx) if value is None else variables.VariableTracker.build(tx, value.tolist())
 
-    with (
-        mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST),
-        mock.patch.object(FakeTensorMode, "dispatch", dispatch_and_fold),
-        mock.patch.object(variables.TensorVariable, "method_tolist", list_known),
-        mock.patch.object(torch.jit, "isinstance", is_of),
-    ):
+    with replace_targets(known_elements=MOST, fake_dispatch=dispatch_and_fold, tensor_list=list_known, jit_isinstance=is_of):
         yield
 
 

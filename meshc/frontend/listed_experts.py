@@ -22,20 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshc.errors import CaptureError
+from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
-from meshc.frontend.expert_slots import expert_slots_of
+from meshc.frontend.expert_slots import copies_per_rank, expert_slots_of, is_stock
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.frontend.inline_experts import OneExpert
-from meshc.frontend.known_experts import KNOWN, class_name
+from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS, class_name
 from meshc.frontend.loop_reader import CALL, Loop
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
-ROUTERS: Final = (
-    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
-    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
-)
-"""Routers that cast a layer of theirs in forward."""
 ZEROS: Final = "have gradients of zeros"
 """Words of a note on parameters that have no gradient on one device."""
 PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
@@ -78,6 +74,26 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
         for each in marked:
             for name in ("forward", "to", CALL):
                 each.__dict__.pop(name, None)
+
+
+@contextmanager
+def formed_experts(
+    module: nn.Module, groups: Callable[[str], int], bound: float | None = None, batch: int = 1, capacity: Capacity | None = None
+) -> Iterator[None]:
+    """A context in which the experts at each path are traced in `groups(path)` groups, with `capacity`."""
+    marked = []
+    try:
+        for path, each in module.named_modules():
+            if not is_stock(each) and not is_listed(each):
+                continue
+            form = ExpertForm(groups(path), bound, batch, None if is_of_all(each) else capacity, copies_per_rank(each))
+            if form.count > 1 or form.capacity is not None:
+                each.__dict__[FORM] = form
+                marked.append(each)
+        yield
+    finally:
+        for each in marked:
+            del each.__dict__[FORM]
 
 
 def unchosen_parameters(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from torch import nn
 
-SWITCH: Final = "transformers.models.switch_transformers."
-"""Models whose choices are one-hot rows from another module."""
+from meshc.frontend.libraries.known_experts import SWITCH
 
 
 class NotUnderstood(Exception):

@@ -8,20 +8,18 @@ whether a mask is causal, from the operators that computed it (`passes/trace/fol
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from torch import Tensor
 
-MODULE = "torch.nn.modules.transformer"
+from meshc.replacements import replace_targets
 
 
 @contextmanager
 def unhinted_masks() -> Iterator[None]:
     """A context in which the hint is the caller's `is_causal`, and False where none was given."""
-    with mock.patch.object(sys.modules[MODULE], "_detect_is_causal_mask", _caller_hint):
+    with replace_targets(causal_hint=_caller_hint):
         yield
 
 

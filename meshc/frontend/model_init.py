@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-_DONE: Final = "_is_hf_initialized"
-"""The mark of transformers on modules and parameters that it does not initialise again."""
+from meshc.frontend.libraries.stock_weights import without_marks
+
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
@@ -26,7 +25,7 @@ def initialise(model: nn.Module) -> None:
     """Set a model's first values by its own method."""
     whole: Any = getattr(model, "init_weights", None)
     if callable(whole) and _takes_nothing(whole):
-        with _without_marks(model):
+        with without_marks(model):
             whole()
         return
     model.apply(_reset)
@@ -56,16 +55,3 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-@contextmanager
-def _without_marks(model: nn.Module) -> Iterator[None]:
-    """A context in which transformers takes nothing in the model for initialised."""
-    owners: list[Any] = [one for one in (*model.modules(), *model.parameters(), *model.buffers()) if getattr(one, _DONE, False)]
-    for one in owners:
-        setattr(one, _DONE, False)
-    try:
-        yield
-    finally:
-        for one in owners:
-            setattr(one, _DONE, True)

@@ -17,13 +17,9 @@ from typing import Final
 
 from torch import nn
 
+from meshc.frontend.libraries import STATE
+
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-STATE: Final[Mapping[str, tuple[str, ...]]] = {
-    "peft.tuners.tuners_utils.BaseTunerLayer": ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling"),
-}
-"""Attributes that a library changes between calls, by the full name of the class that has them (so that nothing is imported to look)."""
-
-
 SIZES: Final = frozenset(
     "in_features out_features in1_features in2_features num_features num_embeddings embedding_dim in_channels out_channels num_channels "
     "normalized_shape input_size hidden_size".split()

@@ -22,12 +22,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from meshc.frontend.known_outcomes import outcome
+from meshc.replacements import replace_targets
 
 MOST: Final = 200
 """Most instructions of a side that raises; longer ones are no checks."""
@@ -51,22 +51,19 @@ def omit_checks() -> Iterator[None]:
     base = symbolic_convert.InstructionTranslatorBase
     jumps = {getattr(base, name) for name in dir(base) if JUMP.fullmatch(name)}
     standing = {base.STORE_ATTR: _store_handler(base.STORE_ATTR), **{jump: _jump_handler(jump) for jump in jumps}}
-    tracers = (
-        symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator,
-        symbolic_convert.InliningGeneratorInstructionTranslator,
+    main, inlined, generator = (
+        [standing.get(handler, handler) for handler in tracer.dispatch_table]
+        for tracer in (
+            symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator,
+            symbolic_convert.InliningGeneratorInstructionTranslator,
+        )
     )  # fmt: skip
-    before = [(tracer, tracer.dispatch_table) for tracer in tracers]
-    try:
-        for tracer, handlers in before:
-            tracer.dispatch_table = [standing.get(handler, handler) for handler in handlers]
-        with (
-            mock.patch.object(calls_of_torch, "unimplemented", _but_for_strides(calls_of_torch.unimplemented)),
-            torch._dynamo.config.patch(_autograd_backward_strict_mode_conditional_banned_ops=[]),
-        ):
-            yield
-    finally:
-        for tracer, handlers in before:
-            tracer.dispatch_table = handlers
+    with (
+        replace_targets(main_instructions=main, inlined_instructions=inlined, generator_instructions=generator),
+        replace_targets(torch_refusals=_but_for_strides(calls_of_torch.unimplemented)),
+        torch._dynamo.config.patch(_autograd_backward_strict_mode_conditional_banned_ops=[]),
+    ):
+        yield
 
 
 def _but_for_strides(refuse: Callable[..., None]) -> Callable[..., None]:

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from torch import nn
 
 from meshc.frontend.expert_capacity import Capacity, rows_of
-from meshc.frontend.listed_experts import listed_experts
-from meshc.frontend.stock_experts import formed_experts, unsorted_experts
+from meshc.frontend.grouped_calls import grouped_calls
+from meshc.frontend.libraries.stock_experts import unsorted_experts
+from meshc.frontend.listed_experts import formed_experts, listed_experts
 from meshc.ir.functions import Function
 
 
@@ -20,6 +21,7 @@ def one_device(function: Function, capacity: Capacity | None) -> Function:
     def call_with_capacity(module: nn.Module, *args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             stack.enter_context(unsorted_experts())
+            stack.enter_context(grouped_calls())
             stack.enter_context(listed_experts(module))
             stack.enter_context(formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs))))
             return function(module, *args, **kwargs)

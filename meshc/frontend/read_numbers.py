@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
-from unittest import mock
 
 import sympy
 import torch
@@ -32,6 +31,7 @@ from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.optimizer.spec import NumberGuard
+from meshc.replacements import replace_targets
 
 BUFFER: Final = "meshc_number_"
 _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
@@ -122,11 +122,7 @@ class NumberInputs:
             outcome = self._outcome(self_.sym_num) if isinstance(self_.sym_num, torch.SymBool) else None
             return evaluate(self_, *given, **named) if outcome is None else outcome
 
-        with (
-            mock.patch.object(VariableBuilder, "_wrap", wrap_number),
-            mock.patch.object(variables.LazyConstantVariable, "create", staticmethod(put_off)),
-            mock.patch.object(SymNodeVariable, "evaluate_expr", evaluate_guard),
-        ):
+        with replace_targets(wrapped_number=wrap_number, lazy_number=staticmethod(put_off), number_guard=evaluate_guard):
             yield
 
     def _outcome(self, asked: torch.SymBool) -> bool | None:

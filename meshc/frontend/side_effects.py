@@ -15,24 +15,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Final
-from unittest import mock
 
 import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.in_place_changes import changed_operand
+from meshc.frontend.libraries.stock_models import is_stock_file
 from meshc.frontend.omitted_checks import omit_checks
 from meshc.frontend.read_places import ReadPlace, all_places_of, constants_of, without_place
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
+from meshc.replacements import replace_targets
 
 CALLS: Final = (print, warnings.warn, logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
 METHODS: Final = {
@@ -77,7 +76,7 @@ class TraceObservations:
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
-        places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not _is_stock(place.file))
+        places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not is_stock_file(place.file))
         found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
         if self.changes:
             found.append(_changes_note(self.changes))
@@ -108,7 +107,7 @@ def dropped_checks_note(module: torch.fx.GraphModule, source_of: Callable[[torch
     """A note of the user's lines that assert something of tensor values, which a program leaves out; [] if there are none."""
     bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # with checkpointed regions
     nodes = [node for body in bodies for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
-    places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
+    places = [place for place in dict.fromkeys(map(source_of, nodes)) if not is_stock_file(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
     return [_lines_note(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
 
@@ -150,7 +149,7 @@ def _name(target: Target) -> str:
 @contextlib.contextmanager
 def observe_side_effects() -> Iterator[TraceObservations]:
     """A context for tracing that yields its observations; at its end, prints and logs of the model are carried out."""
-    from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects, TracingContext
+    from meshc.private import BuiltinVariable, LoggingLoggerVariable, SideEffects, TracingContext
 
     seen = TraceObservations()
     write, method, builtin = SideEffects.codegen_update_mutated, LoggingLoggerVariable.call_method, BuiltinVariable.call_function
@@ -182,10 +181,7 @@ def observe_side_effects() -> Iterator[TraceObservations]:
             reorderable_logging_functions=torch._dynamo.config.reorderable_logging_functions | {*CALLS},
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are reported like any other
         ),
-        mock.patch.object(SideEffects, "codegen_update_mutated", account),
-        mock.patch.object(DebuggingVariable, "call_function", note_print),
-        mock.patch.object(LoggingLoggerVariable, "call_method", note_log),
-        mock.patch.object(BuiltinVariable, "call_function", call_builtin),
+        replace_targets(mutation_code=account, print_call=note_print, log_call=note_log, builtin_call=call_builtin),
         omit_checks(),
     ):
         try:
@@ -217,20 +213,13 @@ def _changes(account: Any) -> list[Source]:
             continue
         for stack in account.mutation_user_stacks.get(variable, ()):
             place = innermost(stack)
-            if place is None or _is_stock(place.file) or within_torchs_forward(stack):
+            if place is None or is_stock_file(place.file) or within_torchs_forward(stack):
                 continue
             if isinstance(variable, variables.torch_function.TorchFunctionModeStackVariable) and is_torch(stack[-1].filename):
                 continue  # entered and left by torch's own code, as where it builds a block mask
             if any(name in place.code for name in changed) or not any(name in place.code for name in same):
                 found[place] = None
     return list(found)
-
-
-def _is_stock(file: str) -> bool:
-    """Whether a file is transformers' own: state of its models (a window's size, say) follows from the call, and users cannot change the
-    line."""
-    package = getattr(sys.modules.get("transformers"), "__file__", None)
-    return package is not None and file.startswith(os.path.dirname(package) + os.sep)
 
 
 def _is_so(variable: Any, name: str, value: Any) -> bool:

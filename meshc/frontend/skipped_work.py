@@ -20,7 +20,8 @@ import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
+
+from meshc.replacements import replace_targets
 
 OBJECTS = 100_000
 """New objects before a garbage collection: some 20 MB of a graph's."""
@@ -29,28 +30,25 @@ OBJECTS = 100_000
 @contextlib.contextmanager
 def without_guards() -> Iterator[None]:
     """A context for one trace without dynamic sizes, in which export builds no guards."""
-    from meshc.private import functional_export
-
-    with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
+    with replace_targets(export_guards=_nothing):
         yield
 
 
 @contextlib.contextmanager
 def without_lookups() -> Iterator[None]:
     """A context for one trace without those lookups. Other lookups are answered as ever, except for names of functions in torch's logs."""
-    from meshc.private import LocalMapWrappedHigherOrderVariable, dynamo, graph_region_tracker, symbolic_convert
+    from meshc.private import LocalMapWrappedHigherOrderVariable, graph_region_tracker
 
     made, wraps = graph_region_tracker.InputPickler, LocalMapWrappedHigherOrderVariable.should_wrap_in_hop
 
     def wraps_if_any(value: object) -> bool:
         return LOCAL_MAP in sys.modules and wraps(value)
 
-    with (
-        mock.patch.object(symbolic_convert, "get_funcname", _nothing),
-        mock.patch.object(dynamo, "lookup_backend", _nothing),  # only compared with a compiled function's backend, under torch.func
-        mock.patch.object(graph_region_tracker, "InputPickler", lambda: _LazyObject(made)),
-        mock.patch.object(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", wraps_if_any),
-    ):
+    def pickler() -> _LazyObject:
+        return _LazyObject(made)
+
+    # a backend is only compared with a compiled function's, under torch.func
+    with replace_targets(function_names=_nothing, backend_lookup=_nothing, input_pickler=pickler, local_map_check=wraps_if_any):
         yield
 
 
@@ -83,13 +81,7 @@ class _LazyObject:
 @contextlib.contextmanager
 def isolated_dynamo() -> Iterator[None]:
     """A context for one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
-    from meshc.private import dynamo, pgo
-
-    with (
-        mock.patch.object(dynamo, "reset", _nothing),
-        mock.patch.object(pgo, "_CODE_STATE", None),
-        mock.patch.object(pgo, "_INIT_CODE_STATE", None),
-    ):
+    with replace_targets(dynamo_reset=_nothing, size_profile=None, initial_size_profile=None):
         yield
 
 

@@ -13,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshc.private import AdaptiveOutput
+from meshc.replacements import replace_targets
 
 
 @contextmanager
 def traced_adaptive() -> Iterator[None]:
     """A context in which such a module has no sizes that targets decide."""
-    kind = nn.AdaptiveLogSoftmaxWithLoss
-    with mock.patch.object(kind, "forward", loss_of_clusters), mock.patch.object(kind, "predict", likeliest):
+    with replace_targets(adaptive_loss=loss_of_clusters, adaptive_prediction=likeliest):
         yield
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Node
 
 from meshc.frontend.side_effects import erase_dead_code, is_check
 from meshc.ops import ctc
+from meshc.replacements import replace_targets
 
 
 @contextmanager
@@ -31,10 +31,7 @@ def traced_ctc() -> Iterator[None]:
     from meshc.private import trace_rules
 
     trace_rules.get_torch_obj_rule_map()
-    with (
-        mock.patch.object(torch.nn.functional, "ctc_loss", ctc.loss_of_rows),
-        mock.patch.object(torch.backends.cudnn, "flags", _as_they_are),
-    ):
+    with replace_targets(ctc_loss=ctc.loss_of_rows, cudnn_flags=_as_they_are):
         yield
 
 

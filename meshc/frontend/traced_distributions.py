@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 from torch.distributions import Distribution, kl
+
+from meshc.replacements import replace_targets
 
 
 @contextlib.contextmanager
@@ -16,7 +17,7 @@ def traced_distributions() -> Iterator[None]:
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
-        with mock.patch.dict(kl._KL_MEMOIZE, kl._KL_REGISTRY):
+        with replace_targets(divergences=kl._KL_REGISTRY):
             yield
     finally:
         Distribution.set_default_validate_args(checked)

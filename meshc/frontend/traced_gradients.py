@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from meshc.replacements import replace_targets
 
 GRADIENT: Final = torch.autograd.grad
 RETAINED: Final = 3
@@ -31,11 +32,8 @@ def traced_gradients() -> Iterator[None]:
     """A context for tracing, in which gradients and leaves are calls of the graph."""
     from meshc.private import variables
 
-    functions, tensors = variables.TorchInGraphFunctionVariable, variables.TensorVariable
-    with (
-        mock.patch.object(functions, "call_function", _call_handler(functions.call_function)),
-        mock.patch.object(tensors, "method_requires_grad_", _requires_grad_handler(tensors.method_requires_grad_)),
-    ):
+    call = _call_handler(variables.TorchInGraphFunctionVariable.call_function)
+    with replace_targets(torch_call=call, leaf_mark=_requires_grad_handler(variables.TensorVariable.method_requires_grad_)):
         yield
 
 

@@ -24,6 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from meshc import environment
 from meshc.files import kernel_cache
 from meshc.lazy_module import LazyModule
 from meshc.ops.operands import misfit
@@ -115,7 +116,7 @@ def library() -> ctypes.CDLL | None:
 
 def compiler() -> str | None:
     """The C++ compiler that builds the kernel; None without one."""
-    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
+    return next(filter(None, map(shutil.which, filter(None, (environment.compiler_name(), "c++", "g++", "clang++")))), None)
 
 
 def _compile_library() -> ctypes.CDLL:

@@ -27,6 +27,7 @@ from meshc.optimizer.slots import create_state, private_copy
 from meshc.optimizer.spec import FIRST, NumberGuard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, without_hooks
 from meshc.optimizer.traced_numbers import NumbersAsTensors, UndecidedBranch
 from meshc.private import FakeTensorMode
+from meshc.replacements import replace_in
 
 _MAX_BRANCHES = 5  # each doubles the paths
 
@@ -334,16 +335,12 @@ def _math() -> ModuleType:
 def on_tensors(kind: type) -> Iterator[None]:
     """Context in which `math` and its functions, in the modules of `kind` and its bases, accept 0-dim tensors. Torch's own modules are left
     unchanged: they read values where they need them."""
-    before: list[tuple[ModuleType, str, object]] = []
-    try:
-        for name in {base.__module__ for base in kind.__mro__} - {"builtins"}:
-            module = sys.modules.get(name)
-            for key, value in list(vars(module).items()) if module is not None and not name.startswith("torch.") else ():
-                instead = _math() if value is math else _BY_FUNCTION.get(value) if type(value) is type(math.sqrt) else None
-                if module is not None and instead is not None:
-                    before.append((module, key, value))
-                    setattr(module, key, instead)
+    names = {base.__module__ for base in kind.__mro__} - {"builtins"}
+    modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+    found = [(module, key, _on_tensors(value)) for module in modules for key, value in vars(module).items()]
+    with replace_in("optimizer_math", [row for row in found if row[2] is not None]):
         yield
-    finally:
-        for module, key, value in before:
-            setattr(module, key, value)
+
+
+def _on_tensors(value: object) -> object:
+    return _math() if value is math else _BY_FUNCTION.get(value) if type(value) is type(math.sqrt) else None

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshc.frontend.capture import Root, fake_tensors, traceable_model
+from meshc.frontend.capture import Root, fake_tensors
+from meshc.frontend.capture_patches import traceable_model
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from meshc.ir.paths import input_names
@@ -31,6 +31,7 @@ from meshc.ops.random_calls import is_random
 from meshc.passes.depth.comparable_values import comparable_value
 from meshc.passes.depth.python_state import preserve_python_state
 from meshc.passes.phases.request import Request
+from meshc.replacements import replace_in, replace_targets
 
 Place = tuple[str, int]
 """A layer: the path of its list, and its number in it."""
@@ -114,8 +115,7 @@ def probe(request: Request, lists: Sequence[str]) -> Log:
         root.training = module.training
         with (
             torch.set_grad_enabled(request.grad),
-            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
-            mock.patch.object(torch.compiler, "is_dynamo_compiling", lambda: True),
+            replace_targets(compiling_flag=True, dynamo_compiling=lambda: True),
             recorder.watching(module, lists),
             torch.device("meta"),
             recorder,
@@ -192,15 +192,12 @@ class _CallRecorder(TorchFunctionMode):
     def watching(self, module: nn.Module, lists: Sequence[str]) -> Iterator[None]:
         """A context in which calls inside the lists' layers, hooks included, are recorded by layer."""
         layers = [(layer, (path, number)) for path in lists for number, layer in enumerate(module.get_submodule(path).children())]
-        for layer, place in layers:
-            layer.__dict__["_call_impl"] = self._wrap_layer(place, layer._call_impl)
-        try:
-            own: Any = vars(torch.autograd.Function)["apply"]
-            with mock.patch.object(torch.autograd.Function, "apply", classmethod(self._wrap_autograd_apply(own.__func__))):
-                yield
-        finally:
-            for layer, _ in layers:
-                layer.__dict__.pop("_call_impl", None)
+        own: Any = vars(torch.autograd.Function)["apply"]
+        with (
+            replace_in("layer_call", [(layer, "_call_impl", self._wrap_layer(place, layer._call_impl)) for layer, place in layers]),
+            replace_targets(autograd_function=classmethod(self._wrap_autograd_apply(own.__func__))),
+        ):
+            yield
 
     def _wrap_layer(self, place: Place, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_layer(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import random
 import sys
 import types
@@ -19,10 +18,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import nn
+
+from meshc.replacements import replace_targets
 
 PLAIN: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, types.ModuleType)
 LIBRARIES: Final = ("torch", "numpy", "builtins", "typing", "collections", "functools", "transformers.configuration_utils")
@@ -154,13 +154,10 @@ def _is_data(value: Any) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences output and logging. The once-per-process warnings of transformers stay available for later."""
-    once = [name for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for name in once:
-            stack.enter_context(mock.patch.object(logging.Logger, name, _nothing))
-        stack.enter_context(mock.patch.object(logging.Logger, "_log", _nothing))
+        stack.enter_context(replace_targets(warning_once=_nothing, info_once=_nothing, log=_nothing))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield

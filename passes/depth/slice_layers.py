@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from meshc.frontend.stock_caches import fewer_layers
+from meshc.frontend.libraries.stock_caches import fewer_layers
 from meshc.passes.phases.captured_depth import Depth
 
 

@@ -25,7 +25,7 @@ import torch
 from meshc import environment
 from meshc.errors import InputError, MeshcError
 from meshc.frontend.dynamic_dims import UNBOUNDED, DynamicDims
-from meshc.frontend.stock_caches import LENGTH
+from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.lazy_module import LazyModule

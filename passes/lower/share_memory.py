@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from meshc.frontend.stock_caches import LENGTH
+from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.ir import spmd
 from meshc.ir.graph import copy_graph
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing

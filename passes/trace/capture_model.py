@@ -17,7 +17,7 @@ from meshc.errors import PlanError
 from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
 from meshc.frontend.expert_capacity import rows_of
-from meshc.frontend.stock_experts import formed_experts
+from meshc.frontend.listed_experts import formed_experts
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic

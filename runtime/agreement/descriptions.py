@@ -119,7 +119,7 @@ def describe_environment() -> dict[str, str]:
     """The fields of every program's environment: versions, environment variables, torch's settings."""
     python = ".".join(platform.python_version_tuple()[:2])
     variables = [(environment.TRACE, "set" if environment.trace_file() else "not set")]
-    variables += [(name, os.environ.get(name, "not set")) for name in VARIABLES]
+    variables += [(name, environment.variable(name)) for name in VARIABLES]
     return {
         "the versions": f"torch {torch.__version__}; meshc {_own_version()}; python {python}",
         "the environment": _entries_text(variables),

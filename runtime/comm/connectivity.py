@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +30,17 @@ class ConnectivityResult:
         return not self.said
 
 
-def check_connectivity(backend: str, ranks: int = 2, timeout_s: float = 120.0) -> ConnectivityResult:
-    """Runs the check with `ranks` processes over `gloo` or `nccl` (a GPU each). Processes that have not ended by the timeout are killed."""
+def check_connectivity(
+    backend: str, ranks: int = 2, timeout_s: float = 120.0, variables: Mapping[str, str] | None = None
+) -> ConnectivityResult:
+    """Runs the check with `ranks` processes over `gloo` or `nccl` (a GPU each), with these environment variables (None: this process's).
+    Processes that have not ended by the timeout are killed."""
     source = Path(__file__).read_text()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-c", source, backend, str(Path(folder) / "store"), str(ranks)]
         outputs = [Path(folder) / f"{rank}.txt" for rank in range(ranks)]
-        started = [_start_process([*words, str(rank)], output) for rank, output in enumerate(outputs)]
+        started = [_start_process([*words, str(rank)], output, variables) for rank, output in enumerate(outputs)]
         try:
             codes = [_code(process, start + timeout_s) for process in started]
         finally:
@@ -50,11 +53,9 @@ def check_connectivity(backend: str, ranks: int = 2, timeout_s: float = 120.0) -
     return ConnectivityResult(said[0] if said else late, time.monotonic() - start)
 
 
-def _start_process(words: list[str], output: Path) -> subprocess.Popen[bytes]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    around = {name: value for name, value in os.environ.items() if name not in launcher}
+def _start_process(words: list[str], output: Path, variables: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     with output.open("wb") as file:
-        return subprocess.Popen(words, env=around, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        return subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def _code(process: subprocess.Popen[bytes], until: float) -> int | None:

@@ -31,6 +31,7 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshc import environment
 from meshc.errors import MeshcError, PeerError, RanksDifferError, StateError
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.failure.thread_turn import ThreadTurn
@@ -339,10 +340,10 @@ def _is_connection_error(exception: BaseException) -> bool:
 def place_of_this_start() -> str:
     """The prefix of all that meshc writes to the process group's store, the same on all ranks. Raises StateError on a node that torchrun
     has restarted beside others, with a store that it has kept."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    restarts = environment.restart_count()
+    if restarts == "0" or not environment.agent_serves_store():
         return "meshc"
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if environment.agent_count() != "1":
         raise StateError(
             "torchrun has restarted this job with the store of the earlier start, in which stands what ranks told each other then\n"
             "  what to do: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ... on every node, which gives each start its own"

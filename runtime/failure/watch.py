@@ -30,6 +30,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshc.environment import agent_serves_store
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import own_groups
 from meshc.runtime.failure.interrupts import Interrupts
@@ -496,4 +497,4 @@ def _served_by_rank_0(store: dist.Store) -> bool:
     """Whether rank 0's process serves the store, as without a launcher that does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return isinstance(store, dist.TCPStore) and not agent_serves_store()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from meshc.errors import StateError
-from meshc.frontend.stock_caches import STATES
+from meshc.frontend.libraries.stock_caches import STATES
 from meshc.runtime.run.cache_layers import ROWS, CacheLayer, select_rows
 from meshc.runtime.run.row_layers import RowLayer, refuse_writer
 

@@ -6,9 +6,9 @@
 
 The Trainer would save an optimizer on one rank, which has a part of its state, so it refuses to. Here every rank calls the function: state
 is gathered, and rank 0 writes it. It replaces the Trainer's own function in a Trainer that is created with a compiled model
-(`meshc/frontend/stock_trainer.py`); or it is called after the Trainer has saved with `save_only_model=True`. Resuming is the Trainer's own:
-it reads whole tensors, which are split over ranks (`runtime/state/whole_state.py`). The file imports transformers, and is imported only
-where the callback is requested, or a Trainer is created.
+(`meshc/frontend/libraries/stock_trainer.py`); or it is called after the Trainer has saved with `save_only_model=True`. Resuming is the
+Trainer's own: it reads whole tensors, which are split over ranks (`runtime/state/whole_state.py`). The file imports transformers, and is
+imported only where the callback is requested, or a Trainer is created.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from meshc.errors import StateError
-from meshc.frontend.stock_trainer import SAVES
+from meshc.replacements import replace_for_good
 from meshc.runtime.state.ownership import store_of
 from meshc.runtime.state.store import Store
 
@@ -89,7 +89,7 @@ def save_by_all(trainer: Any) -> None:
     def save(folder: str) -> None:
         save_optimizer_and_scheduler(Path(folder), trainer.optimizer, trainer.lr_scheduler, trainer.args.should_save)
 
-    setattr(trainer, SAVES, save)
+    replace_for_good("trainer_saving", save, trainer)
 
 
 def save_optimizer_and_scheduler(folder: Path, optimizer: Any, lr_scheduler: Any, should_save: bool) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from meshc.private import dtensor_dispatch, dtensor_redistribute
+from meshc.replacements import replace_for_good
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.peers import AwaitedRanks
 from meshc.runtime.failure.step_numbers import CHANGES
@@ -30,10 +31,10 @@ from meshc.runtime.state.changes import EXCHANGED, other_change
 
 def follow() -> None:
     """Installs the guard: for redistributions of operands, and for those that a user requests."""
-    modules: tuple[Any, ...] = (dtensor_dispatch, dtensor_redistribute)
-    for module in modules:
+    modules: tuple[tuple[str, Any], ...] = (("operand_exchange", dtensor_dispatch), ("asked_exchange", dtensor_redistribute))
+    for name, module in modules:
         if not hasattr(module.redistribute_local_tensor, "noted"):
-            module.redistribute_local_tensor = _note_exchange(module.redistribute_local_tensor)
+            replace_for_good(name, _note_exchange(module.redistribute_local_tensor))
 
 
 def _note_exchange(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
+from meshc.replacements import replace_for_good
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.state.stored_tensor import StoredTensor
@@ -58,14 +59,13 @@ _DRAWS: Final = DrawTracker()
 
 def follow(home: Transfers) -> None:
     """Makes draws into DTensors on this mesh equal to those of one device. With an accelerator torch has its own way."""
-    place: Any = dtensor_random
     mesh = home.mesh.device_mesh
     if mesh is None:
         return
     _DRAWS.homes.pop(mesh, None)  # an equal one, of a world that has ended
     _DRAWS.homes[mesh] = home
-    if home.device.type == "cpu" and not torch.accelerator.is_available() and place._rng_tracker is None:
-        place._rng_tracker = _DRAWS
+    if home.device.type == "cpu" and not torch.accelerator.is_available() and dtensor_random._rng_tracker is None:
+        replace_for_good("random_tracker", _DRAWS)
 
 
 def home_of(mesh: DeviceMesh) -> Transfers | None:

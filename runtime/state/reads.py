@@ -18,18 +18,19 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import StateError
 from meshc.private import OpOverload
+from meshc.replacements import replace_for_good
 from meshc.runtime.state.views import by_torch, is_of_model, register_handler
 
-_NAMES: Final = ("numpy", "tolist", "__format__")
-"""Methods of a tensor that torch's DTensor refuses."""
+_NAMES: Final = {"numpy": "dtensor_numpy", "tolist": "dtensor_list", "__format__": "dtensor_text"}
+"""Methods of a tensor that torch's DTensor refuses -> their names among the replacements."""
 
 
 def follow() -> None:
     """Installs these rules for reads of DTensors."""
     register_handler(torch.ops.aten._local_scalar_dense.default, _number)
-    for name in _NAMES:
+    for name, target in _NAMES.items():
         if name not in vars(DTensor):
-            setattr(DTensor, name, _method(name, getattr(DTensor, name)))
+            replace_for_good(target, _method(name, getattr(DTensor, name)))
 
 
 def _number(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from meshc.errors import StateError
 from meshc.ir import trees
 from meshc.private import OpOverload
+from meshc.replacements import replace_for_good
 from meshc.runtime.state import random_draws
 from meshc.runtime.state.stored_tensor import EDITS
 
@@ -99,7 +100,7 @@ def register_handler(op: OpOverload, handler: Handler) -> None:
     earlier = _handlers().get(op)
     if earlier is not None and earlier is not handler:
         _EARLIER[op] = earlier
-    _handlers()[op] = handler
+    replace_for_good("dtensor_operators", {op: handler})
 
 
 def _handlers() -> dict[OpOverload, Handler]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of
-from meshc.frontend.stock_trainer import is_marked
+from meshc.frontend.libraries.stock_trainer import is_marked
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.state.random_draws import home_of

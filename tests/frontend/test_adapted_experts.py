@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.frontend.adapted_experts import adapted_experts
+from meshc.frontend.libraries.adapted_experts import adapted_experts
 from tests.broad import broad
 from tests.zoo.experts import shallow
 

@@ -14,7 +14,7 @@ from transformers.integrations import moe
 import meshc
 from meshc import ir
 from meshc.cost import divided_work
-from meshc.frontend.stock_experts import REPLACED, unsorted_experts
+from meshc.frontend.libraries.stock_experts import REPLACED, unsorted_experts
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad

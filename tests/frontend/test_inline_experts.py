@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.frontend.expert_loops import loop_of
-from meshc.frontend.listed_experts import listed_experts, looped_expert_counts, unchosen_parameters
-from meshc.frontend.stock_experts import formed_experts
+from meshc.frontend.listed_experts import formed_experts, listed_experts, looped_expert_counts, unchosen_parameters
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad

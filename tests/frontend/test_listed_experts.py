@@ -15,8 +15,7 @@ from meshc import ir
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_tape import NotRows, record
-from meshc.frontend.listed_experts import listed_experts, unchosen_parameters
-from meshc.frontend.stock_experts import formed_experts
+from meshc.frontend.listed_experts import formed_experts, listed_experts, unchosen_parameters
 from tests.broad import broad
 from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model
 

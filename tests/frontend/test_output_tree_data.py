@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from meshc.frontend import output_tree_data, stock_models
+from meshc.frontend import output_tree_data
+from meshc.frontend.libraries import stock_models
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from tests.cache_name import CACHE

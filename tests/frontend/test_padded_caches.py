@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import meshc
-from meshc.frontend import padded_caches
+from meshc.frontend.libraries import padded_caches
 from tests.broad import broad
 from tests.processes import generation
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.stock_accelerate import RankParts, tell_accelerate
+from meshc.frontend.libraries.stock_accelerate import RankParts, tell_accelerate
 
 PREPARES = """
 def prepare_model(self, model, device_placement=None, evaluation_mode=False):

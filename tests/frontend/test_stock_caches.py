@@ -8,7 +8,7 @@ import transformers
 from transformers import cache_utils
 
 import meshc
-from meshc.frontend.stock_caches import fewer_layers, known_cache_kinds
+from meshc.frontend.libraries.stock_caches import fewer_layers, known_cache_kinds
 
 
 def gemma(layers: int) -> transformers.Gemma2ForCausalLM:

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import meshc
-from meshc.frontend import stock_models
+from meshc.frontend.libraries import stock_models
 from meshc.ir import trees
 from tests.broad import broad
 from tests.captured import Captured

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
-from meshc.frontend import stock_rope
+from meshc.frontend.libraries import stock_rope
 
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": dict(rope_type="dynamic", rope_theta=10000.0, factor=1.3),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import meshc
-from meshc.frontend import stock_scans
-from meshc.frontend.stock_scans import STANDING, traced_scans
+from meshc.frontend.libraries import stock_scans
+from meshc.frontend.libraries.stock_scans import STANDING, traced_scans
 from tests.broad import broad
 from tests.zoo.families import Stock
 from tests.zoo.recurrent import FAMILIES

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshc.frontend.stock_accelerate import RankParts
-from meshc.frontend.stock_trainer import SAVES, is_marked, tell_trainer, with_trainer_counts
+from meshc.frontend.libraries.stock_accelerate import RankParts
+from meshc.frontend.libraries.stock_trainer import SAVES, is_marked, tell_trainer, with_trainer_counts
 
 TRAINERS = "def compute_loss(self, call, inputs):\n    return call(**inputs)\n"
 INITS = """

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from meshc.frontend.call_keys import describe_inputs
 from meshc.frontend.flex import masks_as_inputs
-from meshc.frontend.stock_models import learn_caches
+from meshc.frontend.libraries.stock_models import learn_caches
 from meshc.ir import trees
 
 

@@ -11,7 +11,6 @@ traced in so many groups, of one rank each (`meshc/ops/expert_groups.py`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,11 +19,9 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from meshc.errors import CaptureError
-from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
-from meshc.frontend.expert_slots import copies_per_rank, expert_slots_of, is_stock
-from meshc.frontend.grouped_calls import grouped_calls
-from meshc.frontend.listed_experts import is_listed, is_of_all
+from meshc.frontend.expert_slots import expert_slots_of
+from meshc.replacements import replace_targets
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
 """Equivalent implementations: grouped products, a matrix gathered for each row, a loop over the experts."""
@@ -32,40 +29,9 @@ REPLACED = ("grouped_mm", "batched_mm", "eager")
 
 @contextmanager
 def unsorted_experts() -> Iterator[None]:
-    """A context in which stock experts take this form, and grouped products that a model calls itself are meshc's operator."""
-    loaded = sys.modules.get("transformers.integrations.moe")
-    table = {} if loaded is None else loaded.ALL_EXPERTS_FUNCTIONS
-    before = {name: table.get(name) for name in REPLACED}
-    for name in REPLACED:
-        table[name] = forward
-    try:
-        with grouped_calls():
-            yield
-    finally:
-        for name, own in before.items():
-            del table[name]
-            if own is not None and table[name] is not own:  # someone's own entry, not the library's
-                table[name] = own
-
-
-@contextmanager
-def formed_experts(
-    module: nn.Module, groups: Callable[[str], int], bound: float | None = None, batch: int = 1, capacity: Capacity | None = None
-) -> Iterator[None]:
-    """A context in which the experts at each path are traced in `groups(path)` groups, with `capacity`."""
-    marked = []
-    try:
-        for path, each in module.named_modules():
-            if not is_stock(each) and not is_listed(each):
-                continue
-            form = ExpertForm(groups(path), bound, batch, None if is_of_all(each) else capacity, copies_per_rank(each))
-            if form.count > 1 or form.capacity is not None:
-                each.__dict__[FORM] = form
-                marked.append(each)
+    """A context in which stock experts take this form."""
+    with replace_targets(experts=dict.fromkeys(REPLACED, forward)):
         yield
-    finally:
-        for each in marked:
-            del each.__dict__[FORM]
 
 
 class _Experts(Protocol):

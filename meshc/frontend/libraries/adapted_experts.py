@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshc.errors import CaptureError
+from meshc.replacements import replace_in
 
 LAYER: Final = "peft.tuners.lora.layer"
 
@@ -30,23 +31,19 @@ def adapted_experts(model: nn.Module) -> Iterator[None]:
     kind = getattr(loaded, "ParamWrapper", None)
     wrappers = {} if kind is None else {path: each for path, each in model.named_modules() if isinstance(each, kind)}
     inner = {id(each.base_layer) for each in wrappers.values()}
-    marked: list[nn.Module] = []
-    try:
-        for path, each in wrappers.items():
-            if id(each) in inner or "forward" in each.__dict__:
-                continue
-            chain = _chain(each, kind)
-            if any(one.merged or one.disable_adapters for one in chain):
-                raise CaptureError(
-                    f"{path}: adapters of its parameters are merged or switched off, which peft does by writing into them\n"
-                    "  what to do: model.unload() where they are not wanted, model.merge_and_unload() where they are, before meshc.compile"
-                )
-            each.__dict__["forward"] = MethodType(_forward_of(chain), each)
-            marked.append(each)
+    rows: list[tuple[nn.Module, str, object]] = []
+    for path, each in wrappers.items():
+        if id(each) in inner or "forward" in each.__dict__:
+            continue
+        chain = _chain(each, kind)
+        if any(one.merged or one.disable_adapters for one in chain):
+            raise CaptureError(
+                f"{path}: adapters of its parameters are merged or switched off, which peft does by writing into them\n"
+                "  what to do: model.unload() where they are not wanted, model.merge_and_unload() where they are, before meshc.compile"
+            )
+        rows.append((each, "forward", MethodType(_forward_of(chain), each)))
+    with replace_in("adapted_parameters", rows):
         yield
-    finally:
-        for each in marked:
-            each.__dict__.pop("forward", None)
 
 
 def _chain(wrapper: Any, kind: Any) -> list[Any]:

@@ -17,10 +17,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+
+from meshc.replacements import replace_in
 
 
 def follows_length(model: object) -> bool:
@@ -32,9 +33,8 @@ def follows_length(model: object) -> bool:
 @contextlib.contextmanager
 def traceable_rope(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which these modules can be traced."""
-    with contextlib.ExitStack() as stack:
-        for owner in {type(module) for module in modules if _kind(module) in KINDS}:
-            stack.enter_context(mock.patch.object(owner, "forward", _following(owner.forward)))
+    owners = {type(module) for module in modules if _kind(module) in KINDS}
+    with replace_in("rope", [(owner, "forward", _following(owner.forward)) for owner in owners]):
         yield
 
 

@@ -30,7 +30,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from meshc.frontend.stock_accelerate import RankParts
+from meshc.frontend.libraries.stock_accelerate import RankParts
+from meshc.replacements import replace_for_good
 
 MARK: Final = "_is_distributed_loading_by_transformers"
 SAVES: Final = "_save_optimizer_and_scheduler"
@@ -63,7 +64,7 @@ def tell_trainer(model: nn.Module, parts: RankParts, save_by_all: Callable[[Any]
     """Mark the transformers modules of a model."""
     for module in model.modules():
         if hasattr(type(module), MARK):
-            setattr(module, MARK, SplitAnswer(parts, save_by_all))
+            replace_for_good("trainer_mark", SplitAnswer(parts, save_by_all), module)
 
 
 def is_marked(model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 from meshc.errors import CaptureError
-from meshc.frontend.stock_caches import ATTENTION, BEGIN, LENGTH, NAMES, STATES, WINDOW
+from meshc.frontend.libraries.stock_caches import ATTENTION, BEGIN, LENGTH, NAMES, STATES, WINDOW
 
 TWICE: Final = (
     "a layer of this cache is written to twice in one call, with keys of an encoder's outputs beside those of the tokens"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from meshc.errors import StateError
 from meshc.ir import trees
+from meshc.replacements import replace_for_good
 
 MARK: Final = "_is_accelerate_prepared"
 DDP: Final = "MULTI_"
@@ -42,14 +43,14 @@ class RankParts:
         if self.of_rank and accelerator.num_processes == len(self.of_rank):
             self.deal_out(accelerator.state)
             firsts = [self.of_rank.index(part) for part in range(max(self.of_rank) + 1)]
-            accelerator.gather = partial(_gather, accelerator, firsts)
+            replace_for_good("gathering", partial(_gather, accelerator, firsts), accelerator)
 
     def deal_out(self, state: Any) -> None:
         """Accelerate's loaders support meshes whose data axes are the major ones; on others they deal out to each process, which is refused
         at the first batch."""
         ranks, sharing = len(self.of_rank), self.of_rank.count(0)
         if sharing and self.of_rank == tuple(rank // sharing for rank in range(ranks)) and getattr(state, "device_mesh", "") is None:
-            state.device_mesh = _AxisSizes({"dp_replicate": ranks // sharing, "cp": sharing})
+            replace_for_good("dealing_mesh", _AxisSizes({"dp_replicate": ranks // sharing, "cp": sharing}), state)
 
 
 class _AxisSizes:
@@ -107,7 +108,7 @@ def tell_accelerate(model: nn.Module, parts: RankParts) -> None:
     if (state := _state()) is not None:
         parts.deal_out(state)
     if not hasattr(model, MARK) or isinstance(getattr(model, MARK), PreparedAnswer):
-        setattr(model, MARK, PreparedAnswer(parts))
+        replace_for_good("accelerate_mark", PreparedAnswer(parts), model)
 
 
 def _state() -> Any | None:

@@ -12,10 +12,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
-from unittest import mock
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from meshc.replacements import replace_targets
 
 ASKED: Final = "get_layer_types_and_kwargs"
 """The function of `transformers.cache_utils` that is replaced; some releases do not have it."""
@@ -62,7 +63,7 @@ def known_cache_kinds(modules: Iterable[nn.Module]) -> Iterator[None]:
             return ask(config)
         return list(found[0]), dict(found[1]) if isinstance(found[1], dict) else [dict(each) for each in found[1]]
 
-    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
+    with replace_targets(cache_kinds=answer):
         yield
 
 
@@ -81,7 +82,7 @@ def fewer_layers(counts: Mapping[int, int]) -> Iterator[None]:
             return kinds, given
         return kinds[:count], given if isinstance(given, dict) else given[:count]
 
-    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
+    with replace_targets(cache_kinds=answer):
         yield
 
 
@@ -107,8 +108,27 @@ def masks() -> Iterator[None]:
             return found
         return F.pad(block_sequence_ids, (0, kv_length), value=-1)
 
-    with mock.patch.object(own, PADDED[0], pad_mask), mock.patch.object(own, PADDED[1], in_blocks):
+    with replace_targets(mask_padding=pad_mask, block_padding=in_blocks):
         yield
+
+
+@contextlib.contextmanager
+def plain_masks() -> Iterator[None]:
+    """A context in which masks are built without compilation, and none is dropped for its values."""
+    with replace_targets(block_mask=_plain_block_mask, mask_test=_not_all_true):
+        yield
+
+
+def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> object:
+    """`create_block_mask` without compilation: stock models compile it, which a trace does not enter."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(*call, **named)
+
+
+def _not_all_true(mask: Tensor) -> bool:
+    """The answer to whether a padding mask is all true, which would drop the mask: no, since a trace serves all masks."""
+    return False
 
 
 def _ask() -> Callable[[Any], Kinds] | None:

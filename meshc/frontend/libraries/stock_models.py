@@ -6,23 +6,24 @@ Other models need none of this, and `transformers` is not imported for them.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
-from unittest import mock
 
 from torch import Tensor, nn
 
-from meshc.frontend import stock_caches, stock_rope
-from meshc.frontend.stock_caches import STATES
+from meshc.frontend.libraries import stock_caches, stock_experts, stock_rope, stock_scans
+from meshc.frontend.libraries.stock_caches import STATES
 from meshc.ir import trees
 from meshc.lazy_module import LazyModule
 from meshc.private import resolve_name
+from meshc.replacements import replace_for_good, replace_in, replace_targets
 
 if TYPE_CHECKING:
-    from meshc.frontend import padded_caches
+    from meshc.frontend.libraries import padded_caches
 else:
-    padded_caches = LazyModule("meshc.frontend.padded_caches")
+    padded_caches = LazyModule("meshc.frontend.libraries.padded_caches")
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
@@ -35,6 +36,13 @@ GENERATES: Final = ("transformers.generation.utils", "GenerationMixin")
 """The class of models that generate."""
 INSTALLED: Final = "_output_capturing_hooks_installed"
 """The attribute that transformers sets in a model with its hooks installed."""
+
+
+@contextlib.contextmanager
+def traceable(module: nn.Module) -> Iterator[None]:
+    """A context in which code of `transformers` can be traced: that of the model's own modules, and what other models call of it."""
+    with traceable_stock_models(module), stock_experts.unsorted_experts(), stock_scans.traced_scans(), stock_caches.plain_masks():
+        yield
 
 
 @contextlib.contextmanager
@@ -54,7 +62,7 @@ def traceable_stock_models(module: nn.Module) -> Iterator[None]:
             stock_caches.known_cache_kinds(stock),
             stock_caches.masks(),
             _own_masks(),
-            _nested_collectors(),
+            replace_targets(collector=_Collector()),
             stock_rope.traceable_rope(stock),
         ):
             yield
@@ -78,17 +86,15 @@ def _hooked_once() -> Iterator[None]:
         if INSTALLED not in model.__dict__:
             install(model, prefix)
 
-    with mock.patch.object(sys.modules[CAPTURING], install.__name__, unless_installed):
+    with replace_targets(model_hooks=unless_installed):
         yield
 
 
 @contextlib.contextmanager
 def _own_masks() -> Iterator[None]:
     """A context in which models build the mask that they need, where none is given, although they are traced."""
-    with contextlib.ExitStack() as stack:
-        for name in OWN_MASKS:
-            if loaded := sys.modules.get(f"transformers.models.{name}.modeling_{name}"):
-                stack.enter_context(mock.patch.object(loaded, "is_torchdynamo_compiling", lambda: False))
+    modules = [sys.modules.get(f"transformers.models.{name}.modeling_{name}") for name in OWN_MASKS]
+    with replace_in("own_masks", [(loaded, "is_torchdynamo_compiling", lambda: False) for loaded in modules if loaded is not None]):
         yield
 
 
@@ -111,11 +117,11 @@ class _Collector:
         self.wanted = token[0]
 
 
-@contextlib.contextmanager
-def _nested_collectors() -> Iterator[None]:
-    loaded = sys.modules.get(CAPTURING)
-    with mock.patch.object(loaded, "_active_collector", _Collector()) if loaded else contextlib.nullcontext():
-        yield
+def is_stock_file(file: str) -> bool:
+    """Whether a file is transformers' own: state of its models (a window's size, say) follows from the call, and users cannot change the
+    line."""
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    return package is not None and file.startswith(os.path.dirname(package) + os.sep)
 
 
 def learn_trees(module: nn.Module) -> list[nn.Module]:
@@ -130,7 +136,7 @@ def tell_generate(model: nn.Module) -> None:
     """From here on the model's own generate passes images to the model's call, whose program encodes them; it would call the encoder
     itself, which is no program, and pass its output on."""
     if hasattr(type(model), ENCODES_FIRST):
-        setattr(model, ENCODES_FIRST, _no)
+        replace_for_good("image_encoding", _no, model)
 
 
 def _no() -> bool:

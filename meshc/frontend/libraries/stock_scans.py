@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from meshc.ops import delta_rule as _delta_rule  # noqa: F401 - registers meshc::delta_rule
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
+from meshc.replacements import replace_in
 
 Function = Callable[..., Any]
 
@@ -29,21 +30,13 @@ Function = Callable[..., Any]
 @contextmanager
 def traced_scans() -> Iterator[None]:
     """A context in which stock models call these functions; it does nothing without such models."""
-    replaced: list[tuple[dict[str, Any], str, Function]] = []
-    for module, loaded in list(sys.modules.items()):
-        if not module.startswith("transformers.models.") or ".modeling_" not in module:
-            continue
-        for name, (ours, call) in STANDING.items():
-            theirs = vars(loaded).get(name)
-            if callable(theirs) and theirs is not ours and _same(theirs, ours, call):
-                replaced.append((vars(loaded), name, theirs))
-    try:
-        for names, name, _ in replaced:
-            names[name] = STANDING[name][0]
+    models = [loaded for name, loaded in sys.modules.items() if name.startswith("transformers.models.") and ".modeling_" in name]
+    with ExitStack() as stack:
+        for name, (ours, call, target) in STANDING.items():
+            found = [(loaded, vars(loaded).get(name)) for loaded in models]
+            rows = [(loaded, name, ours) for loaded, own in found if callable(own) and own is not ours and _same(own, ours, call)]
+            stack.enter_context(replace_in(target, rows))
         yield
-    finally:
-        for names, name, theirs in replaced:
-            names[name] = theirs
 
 
 def selective_scan(
@@ -205,13 +198,13 @@ def _sample_average(function: Function) -> list[Tensor]:
     return [plain, made, *last, more, *later, *(() if nothing is None else (nothing,))]
 
 
-STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
-    "mamba_selective_scan": (selective_scan, _sample_scan),
-    "causal_conv1d_fn": (short_convolution, _sample_convolution),
-    "torch_chunk_gated_delta_rule": (gated_delta_rule, _sample_delta_rule),
-    "rwkv_linear_attention": (decaying_average, _sample_average),
+STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]], str]] = {
+    "mamba_selective_scan": (selective_scan, _sample_scan, "selective_scan"),
+    "causal_conv1d_fn": (short_convolution, _sample_convolution, "short_convolution"),
+    "torch_chunk_gated_delta_rule": (gated_delta_rule, _sample_delta_rule, "delta_rule"),
+    "rwkv_linear_attention": (decaying_average, _sample_average, "decaying_average"),
 }
-"""Name in a model's module -> (the function that replaces it, a sample call of either)."""
+"""Name in a model's module -> (the function that replaces it, a sample call of either, its name among the replacements)."""
 _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()
 
 

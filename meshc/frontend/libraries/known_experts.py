@@ -89,3 +89,10 @@ KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     f"{LLAMA4}.Llama4TextExperts": _llama4_experts,
 }
 """Full name of a module's class -> its forward while traced."""
+ROUTERS: Final = (
+    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
+    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
+)
+"""Routers that cast a layer of theirs in forward."""
+SWITCH: Final = "transformers.models.switch_transformers."
+"""Models whose choices are one-hot rows from another module."""

@@ -13,8 +13,9 @@ in the files is read in parts; a tensor converted from several is built whole, o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from meshc.errors import StateError
 from meshc.files.weight_files import Weights
 from meshc.private import resolve_name
 
+_DONE: Final = "_is_hf_initialized"
+"""The mark of transformers on modules and parameters that it does not initialise again."""
 CONVERSIONS = "transformers.conversion_mapping:get_model_conversion_mapping"
 
 
@@ -100,3 +103,16 @@ class _ConvertedWeights:
             self._last = "", {}  # freed before the next one is built
             self._last = first, self._convert(first, self._files.tensor)
         return self._last[1][name]
+
+
+@contextmanager
+def without_marks(model: nn.Module) -> Iterator[None]:
+    """A context in which transformers takes nothing in the model for initialised."""
+    owners: list[Any] = [one for one in (*model.modules(), *model.parameters(), *model.buffers()) if getattr(one, _DONE, False)]
+    for one in owners:
+        setattr(one, _DONE, False)
+    try:
+        yield
+    finally:
+        for one in owners:
+            setattr(one, _DONE, True)

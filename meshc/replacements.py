@@ -1,0 +1,389 @@
+"""Registry of what meshc replaces of other libraries: each target with its form, since which release, for how long, and why.
+
+    with replace_targets(lstm_layer=layer):              torch's function is `layer` inside, and afterwards its own again
+    with replace_in("rope", [(owner, "forward", f)]):    of targets with a `*` the owners are given
+    replace_for_good("random_tracker", draws)            for the rest of the process
+
+No other file puts something of meshc's in the place of a library's. A target without its form raises UnsupportedTorch; what a process has
+not imported of a library other than torch is left alone. Hooks and settings that a library offers (forward hooks, `config.patch`, signal
+handlers) replace nothing; neither do attributes of a user's own modules. `tests/test_replacements.py` is the canary of each entry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+from meshc.private import SUPPORTED, UnsupportedTorch
+
+_ABSENT: Final = object()
+_ORIGINS: Final = ("torch", "builtins", "collections")
+"""Packages, beside a library's own, of the values that it has."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One target.
+
+    target    `MODULE:NAME.NAME`, with `[]` where entries of a table are replaced; `*` stands for any text
+    since     the first release of the library in which it was seen in this form
+    during    a trace (or the reference run that a program is compared with), a call, the process, or as long as an object of the library's
+    form      the first parameters of a function, `(self, tx)`; of other values the class; "": any, or that it need not be there
+    why       what torch, or another library, does otherwise
+    optional  releases without it need no replacement
+    """
+
+    target: str
+    since: str
+    during: Literal["trace", "call", "process", "object"]
+    form: str
+    why: str
+    optional: bool = False
+
+    @property
+    def library(self) -> str:
+        package = self.target.partition(":")[0].partition(".")[0]
+        return "Python" if package in sys.stdlib_module_names else package.replace("*", "any")
+
+    @property
+    def is_table(self) -> bool:
+        return self.target.endswith("[]")
+
+    def split(self) -> tuple[str, list[str], str]:
+        """The module, the names between it and the attribute, and the attribute."""
+        module, _, path = self.target.removesuffix("[]").partition(":")
+        *owners, attribute = path.split(".")
+        return module, owners, attribute
+
+
+REPLACEMENTS: Final[Mapping[str, Replacement]] = {
+    "export_guards": Replacement(
+        "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation", "2.11", "trace", "(module_to_trace, orig_callable)",
+        "export builds guards for limits of sizes, of which there are none, and discards them"),
+    "function_names": Replacement(
+        "torch._dynamo.symbolic_convert:get_funcname", "2.11", "trace", "(filename, lineno)",
+        "parses whole files for the function of each line, for logs"),
+    "backend_lookup": Replacement(
+        "torch._dynamo:lookup_backend", "2.11", "trace", "(compiler_fn)", "imports all backends, and none is used"),
+    "input_pickler": Replacement(
+        "torch._dynamo.graph_region_tracker:InputPickler", "2.11", "trace", "type", "imports Inductor when it is created, and is not used"),
+    "local_map_check": Replacement(
+        "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop", "2.11", "trace", "(value)",
+        "imports DTensor's experiments to compare with"),
+    "dynamo_reset": Replacement(
+        "torch._dynamo:reset", "2.11", "trace", "()", "export drops what the user has compiled in this process"),
+    "size_profile": Replacement(
+        "torch._dynamo.pgo:_CODE_STATE", "2.11", "trace", "NoneType | defaultdict", "sizes of earlier calls would open those of a trace"),
+    "initial_size_profile": Replacement(
+        "torch._dynamo.pgo:_INIT_CODE_STATE", "2.11", "trace", "NoneType | defaultdict", "likewise, of earlier processes"),
+    "mutation_code": Replacement(
+        "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "2.11", "trace", "(self, cg)",
+        "where Dynamo has its account of changed Python state, of read values and of traced code complete"),
+    "print_call": Replacement(
+        "torch._dynamo.variables.misc:DebuggingVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "prints and warnings are skipped; they are carried out once"),
+    "log_call": Replacement(
+        "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "2.11", "trace", "(self, tx, name, args, kwargs)",
+        "likewise logging"),
+    "builtin_call": Replacement(
+        "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "fails at texts with tensors in them"),
+    "main_instructions": Replacement(
+        "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table", "2.11", "trace", "list",
+        "fails at branches that only raise, or that no draw decides, and at `x.requires_grad = True`"),
+    "inlined_instructions": Replacement(
+        "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table", "2.11", "trace", "list", "likewise"),
+    "generator_instructions": Replacement(
+        "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator.dispatch_table", "2.11", "trace", "list", "likewise"),
+    "torch_refusals": Replacement(
+        "torch._dynamo.variables.torch:unimplemented", "2.11", "trace", "(gb_type)", "refuses `out=` into a view for its strides"),
+    "torch_call": Replacement(
+        "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "refuses `torch.autograd.grad` beside leaves that a function returns"),
+    "leaf_mark": Replacement(
+        "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "2.11", "trace", "(self, tx, requires_grad)",
+        "likewise; leaves are nodes of the graph"),
+    "tensor_list": Replacement(
+        "torch._dynamo.variables:TensorVariable.method_tolist", "2.11", "trace", "(self, tx)", "takes known values for unknown"),
+    "wrapped_number": Replacement(
+        "torch._dynamo.variables.builder:VariableBuilder._wrap", "2.11", "trace", "(self, value)",
+        "Python numbers that are inputs would be constants"),
+    "lazy_number": Replacement(
+        "torch._dynamo.variables.lazy:LazyConstantVariable.create", "2.11", "trace", "(value, source)", "likewise"),
+    "number_guard": Replacement(
+        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "2.11", "trace", "(self, output_graph)",
+        "a branch on such a number has its present outcome, which is part of a call's key"),
+    "cloned_input": Replacement(
+        "torch._dynamo.variables.builder:_clone_input", "2.11", "trace", "(value, fake_mode)",
+        "copies a tensor that a transform of `torch.func` reads first as one of the transform's"),
+    "autograd_function_call": Replacement(
+        "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "2.11 traces the gradient of a tensor that is given twice once; later releases refuse it"),
+    "forward_jacobian": Replacement(
+        "torch._functorch.eager_transforms:jacfwd", "2.11", "trace", "(func, argnums, has_aux)",
+        "`hessian` by jacfwd needs tangents that fake tensors do not have"),
+    "fake_dispatch": Replacement(
+        "torch._subclasses.fake_tensor:FakeTensorMode.dispatch", "2.11", "trace", "(self, func, types, args, kwargs)",
+        "values that no input decides are known; in a copy in double precision norms of float32 are double"),
+    "known_elements": Replacement(
+        "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "2.11", "trace", "int", "known values have one element at most"),
+    "lstm_layer": Replacement(
+        "torch._decomp.decompositions:one_layer_lstm", "2.11", "trace", "(inp, hidden, params, has_biases, reverse)",
+        "2.11 gives last states of several sequences one dim of length 1 too many"),
+    "jit_isinstance": Replacement(
+        "torch.jit:isinstance", "2.11", "trace", "(obj, target_type)", "cannot be traced"),
+    "batch_norm": Replacement(
+        "torch.nn.modules.batchnorm:_BatchNorm.forward", "2.11", "trace", "(self, input)",
+        "with momentum=None takes a Python number from a tensor"),
+    "synced_batch_norm": Replacement(
+        "torch.nn:SyncBatchNorm.forward", "2.11", "trace", "(self, input)", "sends statistics between ranks, on CUDA alone"),
+    "causal_hint": Replacement(
+        "torch.nn.modules.transformer:_detect_is_causal_mask", "2.11", "trace", "(mask, is_causal, size)",
+        "compares a mask's values with a causal one's"),
+    "adaptive_loss": Replacement(
+        "torch.nn:AdaptiveLogSoftmaxWithLoss.forward", "2.11", "trace", "(self, input_, target_)",
+        "gives each cluster its rows, whose number targets decide"),
+    "adaptive_prediction": Replacement(
+        "torch.nn:AdaptiveLogSoftmaxWithLoss.predict", "2.11", "trace", "(self, input)", "likewise"),
+    "ctc_loss": Replacement(
+        "torch.nn.functional:ctc_loss", "2.11", "trace", "(log_probs, targets, input_lengths, target_lengths, blank, reduction)",
+        "has no form that splits by rows"),
+    "cudnn_flags": Replacement(
+        "torch.backends.cudnn:flags", "2.11", "trace", "(enabled)", "stock models choose kernels for that loss by it, which is not traced"),
+    "grouped_product": Replacement(
+        "torch:_grouped_mm", "2.11", "trace", "builtin_function_or_method",
+        "takes bfloat16 alone on fake tensors, and has no float64 version, in which programs are verified"),
+    "functional_grouped_product": Replacement(
+        "torch.nn.functional:grouped_mm", "2.11", "trace", "(mat_a, mat_b, offs, bias, out_dtype)", "likewise"),
+    "divergences": Replacement(
+        "torch.distributions.kl:_KL_MEMOIZE[]", "2.11", "trace", "dict", "searches for the function of two classes, which is not traced"),
+    "flex_device_check": Replacement(
+        "torch.nn.attention.flex_attention:_validate_device", "2.11", "trace", "(query, key, value)",
+        "refuses gradients on a CPU"),
+    "flex_kernel_options": Replacement(
+        "torch.nn.attention.flex_attention:_apply_kernel_options", "2.11", "trace", "(query, key, value, return_lse, kernel_options)",
+        "refuses the greatest scores on a CPU"),
+    "flex_compilation": Replacement(
+        "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "2.11", "trace", "bool",
+        "compiles the call, which does not work under dispatch modes: in a reference"),
+    "flex_operator": Replacement(
+        "torch.nn.attention.flex_attention:flex_attention_hop", "2.11", "trace", "(query, key, value, score_mod, block_mask)",
+        "likewise; as plain operators"),
+    "compiling_flag": Replacement(
+        "torch.compiler:_is_compiling_flag", "2.11", "trace", "bool", "layers are compared on the branches that a trace takes"),
+    "dynamo_compiling": Replacement(
+        "torch.compiler:is_dynamo_compiling", "2.11", "trace", "()", "likewise"),
+    "autograd_function": Replacement(
+        "torch.autograd:Function.apply", "2.11", "trace", "(args, kwargs)",
+        "where layers are compared: their calls are recorded with arguments, since their backward is not run"),
+    "layer_call": Replacement(
+        "torch.nn:Module._call_impl", "2.11", "trace", "(self, args, kwargs)",
+        "in the layers that are compared: what they call is recorded, hooks included"),
+    "drawn_tokens": Replacement(
+        "torch:multinomial", "2.11", "call", "builtin_function_or_method",
+        "in `generate` of several ranks' rows: each rank's rows are drawn by its own generator"),
+    "random_tracker": Replacement(
+        "torch.distributed.tensor._random:_rng_tracker", "2.11", "process", "NoneType",
+        "has nobody who places random draws of DTensors on CPU meshes: those of one device"),
+    "operand_exchange": Replacement(
+        "torch.distributed.tensor._dispatch:redistribute_local_tensor", "2.11", "process", "(local_tensor, current_spec, target_spec)",
+        "a rank that exchanges alone would wait for ever: exchanges are noted"),
+    "asked_exchange": Replacement(
+        "torch.distributed.tensor._redistribute:redistribute_local_tensor", "2.11", "process", "(local_tensor, current_spec, target_spec)",
+        "likewise"),
+    "dtensor_operators": Replacement(
+        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers[]", "2.11", "process", "dict",
+        "views, edits and numbers of a compiled model's tensors that torch refuses, or takes of a part"),
+    "dtensor_numpy": Replacement(
+        "torch.distributed.tensor:DTensor.numpy", "2.11", "process", "method_descriptor", "refuses tensors that are whole on each rank"),
+    "dtensor_list": Replacement(
+        "torch.distributed.tensor:DTensor.tolist", "2.11", "process", "method_descriptor", "likewise"),
+    "dtensor_text": Replacement(
+        "torch.distributed.tensor:DTensor.__format__", "2.11", "process", "(self, format_spec)", "likewise"),
+    "experts": Replacement(
+        "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[]", "5.0", "trace", "ExpertsInterface",
+        "sorts rows by expert; without sorting they are split"),
+    "block_mask": Replacement(
+        "transformers.masking_utils:create_block_mask", "5.0", "trace", "(mask_mod, B, H, Q_LEN, KV_LEN)",
+        "compiles the mask's function, which a trace does not enter"),
+    "mask_test": Replacement(
+        "transformers.masking_utils:fast_all", "5.15", "trace", "(tensor)",
+        "drops a padding mask that is all true: a trace serves all masks"),
+    "mask_padding": Replacement(
+        "transformers.masking_utils:prepare_padding_mask", "5.0", "trace", "(attention_mask, kv_length, kv_offset)",
+        "pads by the number of the first token, which is a tensor", True),
+    "block_padding": Replacement(
+        "transformers.masking_utils:maybe_pad_block_sequence_ids", "5.10", "trace",
+        "(block_sequence_ids, attention_mask, kv_length, kv_offset)", "likewise", True),
+    "cache_kinds": Replacement(
+        "transformers.cache_utils:get_layer_types_and_kwargs", "5.15", "trace", "(config)",
+        "copies the configuration for each layer, which Dynamo would follow line by line", True),
+    "model_hooks": Replacement(
+        "transformers.utils.output_capturing:install_all_output_capturing_hooks", "5.2", "trace", "(model, prefix)",
+        "gives a model with hooks those of the model around it too, and collects each value twice"),
+    "collector": Replacement(
+        "transformers.utils.output_capturing:_active_collector", "5.2", "trace", "CompileableContextVar",
+        "compiled, it loses the outer call's collection when an inner call ends"),
+    "own_masks": Replacement(
+        "transformers.models.*:is_torchdynamo_compiling", "5.0", "trace", "()",
+        "of Switch Transformers and LongT5: they build the mask that they need unless they are compiled"),
+    "selective_scan": Replacement(
+        "transformers.models.*:mamba_selective_scan", "5.15", "trace", "",
+        "a loop over positions; as one recurrence"),
+    "short_convolution": Replacement(
+        "transformers.models.*:causal_conv1d_fn", "5.0", "trace", "",
+        "pads on both sides and cuts, which splits no sequence"),
+    "delta_rule": Replacement(
+        "transformers.models.*:torch_chunk_gated_delta_rule", "5.0", "trace", "",
+        "a loop over chunks"),
+    "decaying_average": Replacement(
+        "transformers.models.*:rwkv_linear_attention", "5.0", "trace", "",
+        "a loop over positions"),
+    "rope": Replacement(
+        "transformers.models.*:*.forward", "5.0", "trace", "(self, x, position_ids)",
+        "of embeddings that follow the length: compares it, a tensor, in Python"),
+    "trainer_saving": Replacement(
+        "transformers:Trainer._save_optimizer_and_scheduler", "5.0", "object", "(self, output_dir)",
+        "in a Trainer of a compiled model: would save a part of the optimizer's state"),
+    "trainer_mark": Replacement(
+        "transformers:PreTrainedModel._is_distributed_loading_by_transformers", "5.19", "object", "bool",
+        "in a compiled model: the Trainer would wrap it in DDP, and move it"),
+    "image_encoding": Replacement(
+        "transformers:GenerationMixin._supports_mm_encoder_outputs", "5.19", "object", "(self)",
+        "in a compiled model: `generate` would call its encoder, which is no program"),
+    "generation": Replacement(
+        "transformers:GenerationMixin.generate", "5.0", "object", "",
+        "in a compiled model: prompts are of one rank or of all"),
+    "adapted_parameters": Replacement(
+        "peft.tuners.lora.layer:ParamWrapper.forward", "0.21", "trace", "(self, x)",
+        "registers a parametrization in every call; parameter + delta as a value"),
+    "accelerate_mark": Replacement(
+        "accelerate.accelerator:*._is_accelerate_prepared", "1.15", "object", "",
+        "in a compiled model: Accelerate would wrap it in DDP"),
+    "gathering": Replacement(
+        "accelerate:Accelerator.gather", "1.15", "object", "(self)",
+        "in an Accelerator: would count parts of a batch that ranks share several times"),
+    "dealing_mesh": Replacement(
+        "accelerate.state:AcceleratorState.device_mesh", "1.15", "object", "",
+        "in Accelerate's state: loaders would deal a part of its own to each process"),
+    "log": Replacement(
+        "logging:Logger._log", "3.10", "trace", "(self, level, msg, args)", "where layers are compared: model code that runs says nothing"),
+    "warning_once": Replacement(
+        "logging:Logger.warning_once", "3.10", "trace", "(self, args, kwargs)", "likewise, and can say it later (transformers')", True),
+    "info_once": Replacement(
+        "logging:Logger.info_once", "3.10", "trace", "(self, args, kwargs)", "likewise", True),
+    "optimizer_math": Replacement(
+        "*:*", "3.10", "trace", "", "`math`, and functions of it, in modules of optimizers' classes: they take no tensors"),
+}  # fmt: skip
+"""By name; names are in the calls that replace."""
+
+
+@contextmanager
+def replace_targets(**values: object) -> Iterator[None]:
+    """A context in which targets, by their names in the table, have these values; of a table, a mapping of entries.
+
+    Contexts nest, and restore what was there before, after an exception too. Raises UnsupportedTorch for a target that is not there, or is
+    of another form; one of a library that the process has not imported is left alone.
+    """
+    with ExitStack() as stack:
+        for name, value in values.items():
+            owner = owner_of(REPLACEMENTS[name])
+            if owner is not None:
+                stack.callback(_set(REPLACEMENTS[name], owner, REPLACEMENTS[name].split()[2], value))
+        yield
+
+
+@contextmanager
+def replace_in(name: str, rows: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    """A context in which (owner, attribute, value) hold of a target with many owners."""
+    with ExitStack() as stack:
+        for owner, attribute, value in rows:
+            stack.callback(_set(REPLACEMENTS[name], owner, attribute, value))
+        yield
+
+
+def replace_for_good(name: str, value: object, owner: object = None) -> None:
+    """Replace a target for the rest of the process, or of `owner`, an object of the library's."""
+    entry = REPLACEMENTS[name]
+    _set(entry, owner_of(entry) if owner is None else owner, entry.split()[2], value)
+
+
+def places_of(library: str) -> tuple[str, ...]:
+    """The places of a library that its supported releases have to have, as in `meshc.private`."""
+    needed = [entry for entry in REPLACEMENTS.values() if entry.library == library and not entry.optional and entry.during != "object"]
+    return tuple(entry.target.removesuffix("[]") for entry in needed if "*" not in entry.target)
+
+
+def owner_of(entry: Replacement) -> Any | None:
+    """The module, class or object with the target's attribute; None if there is nothing to replace. Raises UnsupportedTorch."""
+    module, owners, attribute = entry.split()
+    if entry.library not in ("torch", "Python") and module not in sys.modules:
+        return None
+    try:
+        owner: Any = importlib.import_module(module)
+        for name in owners:
+            owner = getattr(owner, name)
+        getattr(owner, attribute)
+    except (ImportError, AttributeError) as error:
+        if entry.optional:
+            return None
+        raise _unsupported(entry, f"has none: {error}") from error
+    return owner
+
+
+def check_form(entry: Replacement, own: object) -> None:
+    """Raises UnsupportedTorch for a value of the library's that is of another form than the table says. What meshc or a user has put there
+    has any form."""
+    made_by = own.func if isinstance(own, partial) else own
+    origin = (getattr(made_by, "__module__", None) or type(made_by).__module__).partition(".")[0]
+    if not entry.form or origin not in (*_ORIGINS, entry.split()[0].partition(".")[0]):
+        return
+    if not entry.form.startswith("("):
+        if type(own).__name__ not in entry.form.split(" | "):
+            raise _unsupported(entry, f"is of the class {type(own).__name__}")
+        return
+    wanted = [name for name in entry.form.strip("()").split(", ") if name not in ("", "self")]
+    try:
+        found = [name for name in inspect.signature(own).parameters if name != "self"] if callable(own) else None
+    except ValueError:
+        found = None
+    if found is None or found[: len(wanted)] != wanted:
+        raise _unsupported(entry, f"is {type(own).__name__}" + (f"({', '.join(found)})" if found is not None else ""))
+
+
+def _unsupported(entry: Replacement, what: str) -> UnsupportedTorch:
+    version = getattr(sys.modules.get(entry.library), "__version__", "of this environment")
+    return UnsupportedTorch(
+        f"{entry.library} {version}: {entry.target.replace(':', '.')}, which meshc replaces, is to be {entry.form or 'there'}, and {what}\n"
+        f"  what to do: install a release that meshc supports, {entry.library} {SUPPORTED.get(entry.library, f'{entry.since} on')}"
+    )
+
+
+def _set(entry: Replacement, owner: Any, attribute: str, value: Any) -> Callable[[], object]:
+    """Replaces an attribute, or entries of the table that it is; returns what restores it."""
+    check_form(entry, getattr(owner, attribute, None))
+    if entry.is_table:
+        return _set_entries(getattr(owner, attribute), value)
+    before = vars(owner).get(attribute, _ABSENT)
+    setattr(owner, attribute, value)
+    return partial(delattr, owner, attribute) if before is _ABSENT else partial(setattr, owner, attribute, before)
+
+
+def _set_entries(table: Any, values: Mapping[Any, object]) -> Callable[[], None]:
+    before = {key: table.get(key) for key in values}
+    for key, value in values.items():
+        table[key] = value
+
+    def restore() -> None:
+        for key, own in before.items():
+            del table[key]
+            if own is not None and table.get(key) is not own:  # of a table of transformers' its own entry is there again
+                table[key] = own
+
+    return restore
