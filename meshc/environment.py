@@ -10,7 +10,7 @@
     MESHC_CACHE=dir     where compiled kernels are kept, and with Options(cache=True) programs (meshc.files.kernel_cache)
     CXX                 the C++ compiler that builds the kernel of random numbers on a CPU (meshc.ops.philox)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
-    TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_USE_AGENT_STORE, GROUP_WORLD_SIZE    likewise (meshc.runtime.failure.restarts)
+    TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_USE_AGENT_STORE, GROUP_WORLD_SIZE    likewise (meshc.runtime.failure.failed_rank)
 
 Variables that a model's code reads (meshc.frontend.dependencies), and those of others that ranks compare (meshc.runtime.agreement.agreed),
 are read by `variable`.

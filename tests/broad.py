@@ -1,4 +1,4 @@
-"""Marks what `make test-broad` runs beside what `make test` samples; docs/tests.md has the list."""
+"""Marks cases that only `make test-broad` runs, whatever they take; `tests/broad.txt` lists others."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import budget
+
 settings.register_profile("meshc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meshc")
 
@@ -30,3 +32,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is listed in tests/broad.txt, before `-m` asks, and has quick files run first."""
+    for item in items:
+        if budget.is_listed(item.nodeid, budget.listed()):
+            item.add_marker(pytest.mark.broad(listed=True))
+    items[:] = budget.in_order(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -176,14 +176,6 @@ def test_the_spine_has_the_lengths_that_the_page_says() -> None:
     assert {file: both for file, both in lengths.items() if not 0.8 <= both[0] / both[1] <= 1.25} == {}
 
 
-def test_the_page_on_tests_names_what_make_test_leaves_out() -> None:
-    page = (ROOT / "docs/tests.md").read_text()
-    told = set(re.findall(r"^\| `(tests/[\w/]+\.py)` \|", page, re.MULTILINE))
-    ways = ("from tests.broad import " + "broad", "pytest.mark." + "broad")
-    files = (ROOT / "tests").rglob("test_*.py")
-    assert told == {str(file.relative_to(ROOT)) for file in files if any(way in file.read_text() for way in ways)}
-
-
 def test_the_reference_is_what_the_docstrings_say() -> None:
     assert reference.PAGE.read_text() == reference.page(), "make reference"
     assert reference.FILES.read_text() == reference.files_page(), "make reference"

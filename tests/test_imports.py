@@ -28,7 +28,7 @@ print(meshc.Mesh("dp=2"), callable(meshc.compile), meshc.recipes.__name__, hasat
 print([name for name in {NOT_FOR_COMPILING!r} if name in sys.modules and name not in before])
 print([name for name in {COMPILES!r} if name in sys.modules])
 from meshc.text import allowed_operators
-print([name for name in sorted(allowed.OPERATORS) if name.startswith("meshc.") and allowed._overload(name) is None])
+print([name for name in sorted(allowed_operators.OPERATORS) if name.startswith("meshc.") and allowed_operators._overload(name) is None])
 """
 
 

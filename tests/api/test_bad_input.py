@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import meshc
 from tests.models import llama, mlp
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 X = {"x": torch.ones(6, 24)}
 

@@ -30,6 +30,7 @@ MODEL = '''
 import torch
 import meshc
 from tests.models import llama, mlp
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 
 def build():

@@ -11,6 +11,7 @@ import torch
 import meshc
 from meshc.cost import peak_memory
 from tests import models
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.passes.depth.stacks import Stack, compiled
 
 

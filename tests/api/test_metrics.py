@@ -14,6 +14,7 @@ import meshc
 from meshc.frontend.train_step import loss_and_metrics, split_result
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 
 class Net(nn.Module):

@@ -48,7 +48,7 @@ PROCESSES: dict[str, tuple[list[str], dict[str, str]]] = {
                 "meshc"],
                {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "PYTHONHASHSEED": "271"}),
 }  # fmt: skip
-FEW = ["gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "mlp zero2 uneven"]
+FEW = ["gpt fsdp microbatches", "gpt pipeline"]
 
 
 def texts(cases: list[str], imports: list[str], given: dict[str, str], extras: Path) -> list[str]:

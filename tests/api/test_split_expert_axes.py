@@ -15,6 +15,7 @@ from meshc.plan.plan import Plan
 from meshc.report import summary
 from tests.broad import broad
 from tests.meaning.test_rings import Attends
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 BOTH = "cp: heads*seq@attention > seq"
 
@@ -89,7 +90,7 @@ def test_lines_about_the_axis_are_of_both_parts() -> None:
 
 
 def test_nothing_is_traced_to_count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces = []
-    monkeypatch.setattr(capture_model, "torch_graph", lambda *args, **how: traces.append(args) or torch_graph(*args, **how))
+    graphs = []
+    monkeypatch.setattr(capture_model, "torch_graph", lambda *args, **how: graphs.append(args) or torch_graph(*args, **how))
     compiled("cp=4")
-    assert len(traces) == 1
+    assert len(graphs) == 1

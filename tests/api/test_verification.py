@@ -22,6 +22,7 @@ from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.sensitivity import RUNS, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 BF16 = torch.bfloat16
 

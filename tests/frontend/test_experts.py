@@ -20,6 +20,7 @@ from meshc.report import summary
 from tests.broad import broad
 from tests.captured import Captured
 from tests.models import Case
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.zoo.run import case
 
 

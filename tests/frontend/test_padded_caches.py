@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 import meshc
 from meshc.frontend.libraries import padded_caches
 from tests.broad import broad
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.processes import generation
 
 SIZES: dict[str, Any] = dict(

@@ -46,7 +46,7 @@ def left(captured: Captured, mesh: str, **ask: Any) -> LoweredProgram:
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshc.passes.driver.compile_program.choose", kept)
+        patch.setattr("meshc.passes.driver.compile_program.choose.choose", kept)
         captured.program(mesh, "auto", **ask)
     return found[-1]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import meshc
 from meshc import rules
 from meshc.check import check_program
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.passes.stepped import body, steps
 
 

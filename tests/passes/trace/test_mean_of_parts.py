@@ -19,6 +19,7 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 from tests.models import mlp, resnet
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 SEED = 5
 
