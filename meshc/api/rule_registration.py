@@ -8,7 +8,7 @@ from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
 from meshc.ops.registered import RULES, RegisteredRule, overload_of
 from meshc.private import OpOverload
-from meshc.rules import FAMILIES
+from meshc.rules import has_rule
 from meshc.rules.registered import parts_of, tensor_arguments
 from meshc.rules.rule import ROLES
 
@@ -37,7 +37,7 @@ def register_rule(op: Target, rule: str | Function, **fields: Any) -> None:
     """
     known = overload_of(op)
     name = str(known).removesuffix(".default")
-    if any(known in family.RULES for family in FAMILIES):
+    if has_rule(known):
         raise CompileError(
             f"{name} has a rule of meshc's own, which no other may replace\n"
             "  what to do: if yours splits more, define an operator of your own that does the same, and register the rule for that"

@@ -4,45 +4,37 @@ A kernel that walks memory by numbers which it finds in its operands (indices, o
 program is compiled to in this process gives such kernels what torch gave them when it was traced; of a text that anybody may have written
 nothing is known, so each of them has a guard here, and memory that nobody has written is zero.
 
-    TRUSTING[op]      rules over its operands (`unchecked_kernels.py`): ValueError says which does not hold, and the operator does not run
+    Operator.preconditions      ValueError says which does not hold, and the operator does not run
+    Operator.uninitialised      memory as it was left: it is zero, or it could be made an output
 
 The types have been checked before (`stage.py`), rules of shapes with them; they are asked once more of the operands that have come.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING
 
-import torch
-
-from meshc.check.unchecked_kernels import TRUSTING, fault
+from meshc.check.unchecked_kernels import fault
 from meshc.ir.functions import Function, Target
+from meshc.lazy_module import LazyModule
 from meshc.private import OpOverload
 
-aten = torch.ops.aten
-
-EMPTY: Final = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_permuted.default,
-        aten.empty_strided.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-    }
-)
-"""Memory as it was left: of a stranger's program it is zero, or it could be made an output."""
+if TYPE_CHECKING:
+    from meshc.rules import families
+else:
+    families = LazyModule("meshc.rules.families")  # the records of all operators, which a rank that reads no text does without
 
 
 def is_guarded(target: Target) -> bool:
-    return target in EMPTY or target in TRUSTING
+    operator = families.operator_of(target)
+    return operator.uninitialised or bool(operator.preconditions)
 
 
 def guard_function(target: Target, function: Function) -> Function:
     """`function`, which does what the operator `target` does, after its guard."""
-    if target in EMPTY:
+    if families.operator_of(target).uninitialised:
         return _zero_result(function)
-    if not isinstance(target, OpOverload) or target not in TRUSTING:
+    if not isinstance(target, OpOverload) or not families.operator_of(target).preconditions:
         return function
 
     def after_guard(*args: object, **kwargs: object) -> object:

@@ -22,7 +22,8 @@ from meshc.ir import op_name
 from meshc.ir.sharding import ZIGZAG, local_size
 
 if TYPE_CHECKING:
-    from meshc.check.rule_shardings import RuleProtocol, RulesProtocol
+    from meshc.check.rule_shardings import RulesProtocol
+    from meshc.rules.rule import Rule
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 def check(
     node: Node,
     names: Sequence[str],
-    rule: RuleProtocol,
+    rule: Rule,
     rules: RulesProtocol,
     given: Sequence[InferredSharding],
     piece: bool,

@@ -12,15 +12,18 @@ give it up. Of lines whose types say nothing it is followed as far as it is know
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from meshc import ir
 from meshc.check.inferred_sharding import InferredSharding, dim_text, padded_axes
-from meshc.check.rule_shardings import RuleProtocol
 from meshc.check.types import Wrong
 from meshc.ir.reductions import as_integer
 from meshc.ir.sharding import Sharding
+
+if TYPE_CHECKING:
+    from meshc.rules.rule import Rule
 
 
 def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes: Mapping[str, int]) -> None:
@@ -31,7 +34,7 @@ def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes:
             raise Wrong(f"its type says that the padding of [{part}] is zero; as its line makes it, it holds anything")
 
 
-def check_sums(node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
+def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
     """Raises Wrong for an operand that is summed over with its padding, which is not what adds nothing. `names` are the operands'."""
     if rule.kind == "layout":
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -17,10 +17,14 @@ from torch.fx.node import map_arg
 
 from meshc import ir
 from meshc.check.inferred_sharding import InferredSharding, flat
-from meshc.check.rule_shardings import DeferralProtocol, RuleProtocol, RulesProtocol
+from meshc.check.rule_shardings import RulesProtocol
 from meshc.errors import MeshcError
 from meshc.ir import Record, spmd
 from meshc.ir.sharding import local_size
+
+if TYPE_CHECKING:
+    from meshc.rules.operator import Deferral
+    from meshc.rules.rule import Rule
 
 BY_POSITION = (torch.ops.aten.slice_backward.default,)
 """Operators whose arguments are positions of a rank's tile: these have no other sizes."""
@@ -48,7 +52,7 @@ class RuleQueries:
 
     def rule(
         self, node: Node, tensors: Sequence[Node], given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
-    ) -> tuple[RuleProtocol | None, Sequence[DeferralProtocol] | None]:
+    ) -> tuple[Rule | None, Sequence[Deferral] | None]:
         """The rule of a line and what may come in partial; None for an operator that has none, and None, None where it has one that cannot
         be asked about these shapes."""
         used = self._read_results(node)
@@ -73,7 +77,7 @@ class RuleQueries:
                 return found
         return None, None
 
-    def _query(self, node: Node, tensors: list[Node]) -> tuple[RuleProtocol | None, Sequence[DeferralProtocol]] | None:
+    def _query(self, node: Node, tensors: list[Node]) -> tuple[Rule | None, Sequence[Deferral]] | None:
         """None where the rule does not fit: it is stated for whole values, and a tile's operator may have others."""
         try:
             rule = self.rules.rule_of(node, tensors)

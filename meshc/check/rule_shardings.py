@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.fx import Node
 
@@ -21,69 +21,22 @@ from meshc.check.types import Wrong
 from meshc.ir import is_getitem, op_name
 from meshc.ir.sharding import Part
 from meshc.ir.spmd import MICROBATCH
-from meshc.ir.window import Window
 
-Dims = tuple[str, ...]
+if TYPE_CHECKING:
+    from meshc.rules.operator import Deferral
+    from meshc.rules.rule import Dims, Rule
+
 ONE = "_"
 
 
-class RelationProtocol(Protocol):
-    """Dims of the operand and of the result that hold the same elements in the same order (`meshc.rules.rule`)."""
-
-    @property
-    def inside(self) -> Dims: ...
-    @property
-    def outside(self) -> Dims: ...
-    @property
-    def soft(self) -> bool: ...
-
-
-class RuleProtocol(Protocol):
-    """What is asked of an operator's rule (`meshc.rules.rule`)."""
-
-    @property
-    def operands(self) -> tuple[Dims, ...]: ...
-    @property
-    def results(self) -> tuple[Dims, ...]: ...
-    @property
-    def sums(self) -> tuple[dict[str, str], ...]: ...
-    @property
-    def whole(self) -> frozenset[str]: ...
-    @property
-    def relations(self) -> Sequence[RelationProtocol]: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def zigzag(self) -> frozenset[str]: ...
-    @property
-    def windows(self) -> Mapping[str, tuple[str, Window]]: ...
-    @property
-    def neutral(self) -> float: ...
-    @property
-    def clean(self) -> Sequence[int]: ...
-    @property
-    def self_masked(self) -> bool: ...
-
-
-class DeferralProtocol(Protocol):
-    """Operands that may come in partial together, and what their result is then partial for (`meshc.rules.partial`)."""
-
-    @property
-    def positions(self) -> tuple[int, ...]: ...
-    @property
-    def reduction(self) -> str: ...
-    @property
-    def left(self) -> str: ...
-
-
 class RulesProtocol(Protocol):
-    """The operators' rules, which the passes have."""
+    """What is asked of the operators' rules (`meshc.rules`); a rank that only runs a program has none."""
 
-    def rule_of(self, node: Node, tensors: list[Node]) -> RuleProtocol | None: ...
+    def rule_of(self, node: Node, tensors: list[Node]) -> Rule | None: ...
 
-    def deferrals(self, node: Node, rule: Any) -> Sequence[DeferralProtocol]: ...
+    def deferrals(self, node: Node, rule: Rule) -> Sequence[Deferral]: ...
 
-    def in_any_order(self, node: Node, rule: Any, letter: str) -> bool: ...
+    def in_any_order(self, node: Node, rule: Rule, letter: str) -> bool: ...
 
     def only_moves(self, node: Node) -> bool: ...
 
@@ -93,8 +46,8 @@ class RulesProtocol(Protocol):
 def shardings_by_rule(
     node: Node,
     names: Sequence[str],
-    rule: RuleProtocol,
-    deferrals: Sequence[DeferralProtocol],
+    rule: Rule,
+    deferrals: Sequence[Deferral],
     given: Sequence[InferredSharding],
     told: Sequence[InferredSharding],
     sizes: Mapping[str, int],
@@ -134,7 +87,7 @@ def _read_results(node: Node) -> set[int]:
 
 
 def _letters(
-    node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], piece: bool, sizes: Mapping[str, int]
+    node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], piece: bool, sizes: Mapping[str, int]
 ) -> dict[str, Parts]:
     """What each letter of the operands stands for, but for those that a piece does not keep to."""
     found: dict[str, tuple[Parts, str, InferredSharding]] = {}
@@ -167,33 +120,33 @@ def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
     return one is not other and one.has_all_dims and other.has_all_dims and run_of(flat(one)) == run_of(flat(other))
 
 
-def _split_whole_letters(rule: RuleProtocol, given: Sequence[InferredSharding]) -> set[str]:
+def _split_whole_letters(rule: Rule, given: Sequence[InferredSharding]) -> set[str]:
     """Letters that are split though a rule takes them whole, as a piece may: what has nothing of them may be a part of a sum."""
     rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
     return {letter for row in rows for letter, parts in row if letter in rule.whole and any(part.axes for part in parts or ())}
 
 
-def _letters_without_result(rule: RuleProtocol, letters: Mapping[str, Parts]) -> list[str]:
+def _letters_without_result(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:
     """Letters that are split and of which no result has anything: an operator that finishes what it makes of them by itself."""
     kept = _letters_with_result(rule)
     return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
 
 
-def _letters_maybe_without_result(rule: RuleProtocol, letters: Mapping[str, Parts], given: Sequence[InferredSharding]) -> list[str]:
+def _letters_maybe_without_result(rule: Rule, letters: Mapping[str, Parts], given: Sequence[InferredSharding]) -> list[str]:
     """Likewise letters of which nobody knows whether they are split: a tile of one position may stand in any of several dims."""
     kept = _letters_with_result(rule) | {ONE}
     dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
     return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split_axes() != frozenset()]
 
 
-def _letters_with_result(rule: RuleProtocol) -> set[str]:
+def _letters_with_result(rule: Rule) -> set[str]:
     """Letters of which a result has something: themselves, sums over them, what holds the same elements."""
     kept = {letter for dims in rule.results for letter in dims} | {letter for sums in rule.sums for letter in sums}
     kept |= {letter for relation in rule.relations for letter in (*relation.inside, *relation.outside)}
     return kept | {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
 
 
-def _partial_of_sums(rule: RuleProtocol, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:
+def _partial_of_sums(rule: Rule, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:
     """What a result waits for: the axes of the letters that it sums over. None if not all are known."""
     sums = rule.sums[index] if index < len(rule.sums) else {}
     owed: dict[str, str] = {}
@@ -211,13 +164,13 @@ def _summed_axes(owing: Sequence[Mapping[str, str] | None]) -> set[str]:
     return set.intersection(*found) if found else set()
 
 
-def _addend_positions(deferrals: Sequence[DeferralProtocol], count: int) -> set[int]:
+def _addend_positions(deferrals: Sequence[Deferral], count: int) -> set[int]:
     """Operands that stand beside a product, as a bias does: they are partial whichever of its factors is."""
     sums = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
     return set.intersection(*sums) if len(sums) > 1 else set()
 
 
-def _whole_addends(deferrals: Sequence[DeferralProtocol], given: Sequence[InferredSharding], axis: str) -> set[int]:
+def _whole_addends(deferrals: Sequence[Deferral], given: Sequence[InferredSharding], axis: str) -> set[int]:
     """Operands that every rank has all of beside tiles that `axis` splits, both going into one sum: what rows are added to, as index_put's
     first. Each rank's part has them once."""
     split = [spread.split_axes() for spread in given]
@@ -229,7 +182,7 @@ def _whole_addends(deferrals: Sequence[DeferralProtocol], given: Sequence[Inferr
 def _deferred_partial(
     node: Node,
     names: Sequence[str],
-    deferrals: Sequence[DeferralProtocol],
+    deferrals: Sequence[Deferral],
     given: Sequence[InferredSharding],
     owing: Sequence[Mapping[str, str] | None],
 ) -> dict[str, str] | None:
@@ -265,7 +218,7 @@ def _deferred_partial(
     return found
 
 
-def _check_relations(rule: RuleProtocol, given: Sequence[InferredSharding], told: Sequence[InferredSharding]) -> None:
+def _check_relations(rule: Rule, given: Sequence[InferredSharding], told: Sequence[InferredSharding]) -> None:
     """Relations between dims: what is split lies in the same places on both sides."""
     for relation in rule.relations:
         inside = _side(rule.operands, given, relation.inside)

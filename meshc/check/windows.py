@@ -28,7 +28,7 @@ from meshc.private import OpOverload
 
 if TYPE_CHECKING:
     from meshc.check.inferred_sharding import InferredSharding, Parts
-    from meshc.check.rule_shardings import RuleProtocol
+    from meshc.rules.rule import Rule
 
 
 KNOWN: Final = ("aten", "meshc")
@@ -68,7 +68,7 @@ class WindowedDim:
 
 
 def check_windows(
-    node: Node, names: Sequence[str], rule: RuleProtocol, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
+    node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
 ) -> list[dict[int, Halo | WindowedDim]]:
     """Raises Wrong for an operand that is not what an operator by windows reads. How it goes along the dims of each result otherwise."""
     made: list[dict[int, Halo | WindowedDim]] = [{} for _ in rule.results]
@@ -90,16 +90,14 @@ def check_windows(
     return made
 
 
-def _extents(node: Node, rule: RuleProtocol) -> dict[str, int]:
+def _extents(node: Node, rule: Rule) -> dict[str, int]:
     """How many positions of each letter a rank has."""
     shapes = [ir.record(one).shape for one in ir.operands(node) if not ir.is_integer(one)]
     rows = [*zip(rule.operands, shapes, strict=True), *zip(rule.results, (one.shape for one in ir.records(node)), strict=False)]
     return {letter: extent for row, shape in rows for letter, extent in zip(row, shape, strict=False)}
 
 
-def _parts_of_letter(
-    letter: str, rule: RuleProtocol, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
-) -> Parts | None:
+def _parts_of_letter(letter: str, rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]) -> Parts | None:
     """How a letter lies, by an operand or a result of which that is known."""
     rows = [*zip(rule.operands, given, strict=True), *zip(rule.results, declared, strict=False)]
     dims = [(one, parts) for row, spread in rows for one, parts in zip(row, spread.dims, strict=False)]

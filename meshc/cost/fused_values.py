@@ -11,19 +11,13 @@ that the figures are not below what is there (docs/decisions/memory-of-programs.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.regions import region_of
 from meshc.program import packing
-
-SUMS_UP: Final = frozenset(
-    ("aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim", "aten.amax", "aten.amin", "aten.any", "aten.any.dim", "aten.all")
-)
-"""Reductions that go through their operand once."""
+from meshc.rules.families import operator_of
 
 
 def is_fused(node: Node) -> bool:
@@ -31,7 +25,7 @@ def is_fused(node: Node) -> bool:
     if region_of(node) is None or not is_pointwise(node):
         return False
     reader = _only_reader(node)
-    return reader is not None and (is_pointwise(reader) or ir.op_name(reader) in SUMS_UP)
+    return reader is not None and (is_pointwise(reader) or operator_of(reader.target).one_pass)
 
 
 def is_pointwise(node: Node) -> bool:

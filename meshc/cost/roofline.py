@@ -5,10 +5,9 @@
 
 Operands and results are each read or written once: what a composite operator (attention, an optimizer's update of all parameters) makes
 inside is not memory traffic of its own. Views and integers take nothing. In a compiled region, lines whose values are made for one another
-are one kernel (`fused_values.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson:
-Roofline (CACM 52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van
-de Geijn: Anatomy of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are
-slower by that.
+are one kernel (`fused_values.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson: Roofline (CACM
+52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van de Geijn: Anatomy
+of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are slower by that.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.cost.devices import Device
-from meshc.cost.flops import COUNTS, flops
+from meshc.cost.flops import flops, is_attention, is_product
 from meshc.cost.fused_values import is_fused
 from meshc.cost.sequential_kernels import kernels, operand_shares
 from meshc.ir import spmd
@@ -31,19 +30,7 @@ from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
-
-GATHERS: Final[Mapping[str, int]] = {
-    "aten.embedding": 0, "aten.index_select": 0, "aten.gather": 0, "aten.index.Tensor": 0, "meshc.take": 0,
-}  # fmt: skip
-"""Operators that read of this operand as many elements as they make."""
-
-MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty", "aten.empty_permuted", "aten.empty_strided")
-
-ATTENTION: Final = (
-    "meshc.attention", "meshc.attention_backward", "meshc.attention_block", "meshc.attention_block_backward",
-    "meshc.attention_zigzag", "meshc.attention_zigzag_backward",
-    "meshc.explicit_attention", "meshc.explicit_attention_backward", "meshc.explicit_attention_bias_backward",
-)  # fmt: skip
+from meshc.rules.families import operator_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +78,7 @@ def price(node: Node, device: Device, grows: Grows = grows_never) -> Price:
         return FREE
     if device.host is not None and ir.runs_on_host(node):
         device = device.there
-    rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
+    rate = device.rate(_dtype(node), attention=is_attention(node))
     fixed, grown = _traffic_bytes(node, grows)
     launch_s = 0.0 if is_fused(node) else device.launch_s * kernels(node, device.host is None)
     work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
@@ -107,7 +94,7 @@ def _values(node: Node) -> Iterator[tuple[Node, int]]:
 
 def product_moves(node: Node, device: Device) -> float:
     """How often a product moves its operands and results while it does not multiply; 0 for other operators."""
-    return device.product_moves if ir.op_name(node) in COUNTS and ir.op_name(node) not in ATTENTION else 0.0
+    return device.product_moves if is_product(node) and not is_attention(node) else 0.0
 
 
 def moved_bytes(node: Node) -> float:
@@ -118,13 +105,13 @@ def moved_bytes(node: Node) -> float:
 def _traffic_bytes(node: Node, grows: Grows) -> tuple[float, float]:
     """Bytes that are read and written: of values that do not grow, and of those that do."""
     written = _overwritten(node)
-    name = ir.op_name(node)
-    made = [] if written or name in MAKE_NOTHING else list(map(ir.local_bytes, ir.records(node)))
+    operator = operator_of(node.target)
+    made = [] if written or operator.uninitialised else list(map(ir.local_bytes, ir.records(node)))
     moved = {False: 0.0, True: 0.0}
     for index, size in enumerate([] if is_fused(node) else made):
         moved[grows(node, index)] += size
     parts = operand_shares(node)
-    picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
+    picked = ir.operands(node)[0] if operator.gathers else None
     for operand in dict.fromkeys(ir.operands(node)):
         if operand is picked:  # as many rows as are made
             moved[grows(node, 0)] += smallest(sum(made), _read_bytes(operand))
@@ -186,7 +173,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 def _work(node: Node, device: Device) -> float:
     count = flops(node)
-    return count * _visible_share(node, device.attention_keys) if count and ir.op_name(node) in ATTENTION else count
+    return count * _visible_share(node, device.attention_keys) if count and is_attention(node) else count
 
 
 def _visible_share(attention: Node, block: int) -> float:

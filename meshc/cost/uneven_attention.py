@@ -24,10 +24,10 @@ import torch
 from torch.fx import Node
 
 from meshc.cost.devices import Device
-from meshc.cost.flops import flops
+from meshc.cost.flops import flops, is_attention
 from meshc.cost.peak_memory import runs
-from meshc.cost.roofline import ATTENTION, Price, arguments_by_name, price, scores_computed
-from meshc.ir import has_record, local_bytes, op_name, record, records, spmd, value_of
+from meshc.cost.roofline import Price, arguments_by_name, price, scores_computed
+from meshc.ir import has_record, local_bytes, record, records, spmd, value_of
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Sharding
 from meshc.ops.attention_block import rows_that_see
@@ -83,7 +83,7 @@ def uneven_attention(program: PlainProgram, device: Device) -> list[UnevenAttent
     often, found = runs(program), dict[tuple[str, str], _Sum]()
     for stage in program.stages.values():
         for node in stage.graph.nodes:
-            if node.op != "call_function" or op_name(node) not in ATTENTION:
+            if node.op != "call_function" or not is_attention(node):
                 continue
             call = _Call(node, stage, sizes(program))
             if call.axes:

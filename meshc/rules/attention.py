@@ -13,8 +13,9 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
-from meshc.rules.ring import Ring, mask_of, place_of
-from meshc.rules.rule import Made, RingLetter, Rule, RuleFunction, einsum
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of, place_of
+from meshc.rules.rule import Made, RingLetter, Rule, einsum
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag
 
@@ -93,13 +94,13 @@ def _join(node: Node, tensors: list[Node]) -> Rule:
     return einsum("n! b h q d! -> b h q e! | b h q", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.attention.default: _attention,
-    meshc.attention_backward.default: _attention_backward,
-    meshc.attention_block.default: _block,
-    meshc.attention_block_backward.default: _block_backward,
-    meshc.attention_merge.default: _merge,
-    meshc.attention_join.default: _join,
-    meshc.attention_zigzag.default: _zigzag,
-    meshc.attention_zigzag_backward.default: _zigzag_backward,
-}
+OPERATORS = declarations({
+    "meshc.attention": Operator(_attention, flops=attention_flops, arithmetic="attention"),
+    "meshc.attention_backward": Operator(_attention_backward, flops=attention_gradient_flops, arithmetic="attention"),
+    "meshc.attention_block": Operator(_block, flops=attention_flops, arithmetic="attention"),
+    "meshc.attention_block_backward": Operator(_block_backward, flops=attention_gradient_flops, arithmetic="attention"),
+    "meshc.attention_merge": Operator(_merge),
+    "meshc.attention_join": Operator(_join),
+    "meshc.attention_zigzag": Operator(_zigzag, flops=attention_flops, arithmetic="attention"),
+    "meshc.attention_zigzag_backward": Operator(_zigzag_backward, flops=attention_gradient_flops, arithmetic="attention"),
+})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.rules.rule import Rule, RuleFunction, by_text, einsum, integers, shape_of
+from meshc.rules.monotone import rises_by_beta
+from meshc.rules.operator import EITHER, SUM_AND_PRODUCT, Operator, Shapes, declarations
+from meshc.rules.preconditions import Operands, holds, like, same_dtype
+from meshc.rules.rule import Rule, by_text, einsum, integers, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -15,19 +19,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 WEIGHT = {"k": "contracts", "n": "makes"}
-TEXTS = {
-    aten.mm.default: "m k, k n -> m n +k",
-    aten.bmm.default: "b m k, b k n -> b m n +k",
-    aten.mv.default: "m k, k -> m +k",
-    aten.dot.default: "k, k -> +k",
-    aten.vdot.default: "k, k -> +k",
-    aten._euclidean_dist.default: "... m d!, ... n d! -> ... m n",
-    aten._cdist_forward.default: "... m d!, ... n d! -> ... m n",
-    aten._cdist_backward.default: "... m n, ... m d, ... n d, ... m n -> ... m d +n",
-}
-
-
-ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT}}
 
 
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
@@ -75,12 +66,54 @@ def _trilinear(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(map(' '.join, letters))} -> {' '.join(made)}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    **{op: by_text(text, roles=ROLES.get(op)) for op, text in TEXTS.items()},
-    aten._trilinear.default: _trilinear,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.addbmm.default: _addbmm,
-    aten.addmv.default: _addmv,
-    aten.addr.default: _addr,
-}
+def product_flops(node: Node, shapes: Shapes) -> float:
+    """Of two operands, the first whole, by the columns of the second."""
+    return 2.0 * prod(shapes[0]) * shapes[1][-1]
+
+
+def _biased_flops(node: Node, shapes: Shapes) -> float:
+    return product_flops(node, shapes[1:])
+
+
+def _vector_flops(node: Node, shapes: Shapes) -> float:
+    return 2.0 * prod(shapes[0])
+
+
+def _has_pairs(o: Operands) -> bool:
+    rows = o["self"].shape[0]
+    return rows > 0 and o["self"].dim() == 2 and o["grad"].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
+
+
+OPERATORS = declarations({
+    "mm": Operator(by_text("m k, k n -> m n +k", roles=WEIGHT), linear=EITHER, flops=product_flops),
+    "bmm": Operator(
+        by_text("b m k, b k n -> b m n +k", roles={"b": "multiplies", **WEIGHT}), linear=EITHER, flops=product_flops
+    ),
+    "mv": Operator(by_text("m k, k -> m +k"), linear=EITHER, flops=_vector_flops),
+    "dot": Operator(by_text("k, k -> +k"), linear=EITHER, flops=_vector_flops),
+    "vdot": Operator(by_text("k, k -> +k"), linear=EITHER),
+    "_euclidean_dist _cdist_forward": Operator(by_text("... m d!, ... n d! -> ... m n")),
+    "_cdist_backward": Operator(
+        by_text("... m n, ... m d, ... n d, ... m n -> ... m d +n"),
+        preconditions=(
+            like("cdist", "grad"),
+            same_dtype("grad", "x1", "x2", "cdist"),
+            holds(
+                "cdist is what x1 and x2 make",
+                lambda o: o["cdist"].shape == aten._cdist_forward(o["x1"].to("meta"), o["x2"].to("meta"), o["p"], None).shape,
+            ),
+        ),
+    ),
+    "_pdist_backward": Operator(
+        preconditions=(
+            holds("grad and pdist have a number for each pair of rows", _has_pairs),
+            same_dtype("grad", "self", "pdist"),
+        )
+    ),
+    "_trilinear": Operator(_trilinear),
+    "addmm": Operator(_addmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta, any_order=True, flops=_biased_flops),
+    "baddbmm": Operator(_baddbmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta, flops=_biased_flops),
+    "addbmm": Operator(_addbmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+    "addmv": Operator(_addmv, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+    "addr": Operator(_addr, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+})

@@ -11,6 +11,7 @@ grouped convolution are whole, unless it is depthwise: then they are one letter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,8 @@ from torch.fx.node import Argument
 
 from meshc.ir import records
 from meshc.ir.window import Window
-from meshc.rules.rule import Made, Rule, RuleFunction, einsum, integer, integers, result_shapes, shape_of
+from meshc.rules.operator import Operator, Shapes, declarations
+from meshc.rules.rule import Made, Rule, einsum, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -150,7 +152,22 @@ def _lower_convolution_backward(local: Local) -> Made:
     return [found[0], found[1], bias if apart else found[2]]
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-}
+def _forward_flops(node: Node, shapes: Shapes) -> float:
+    """Each output element is a product over the kernel and the input channels of its group."""
+    image, weight = shapes[0], shapes[1]
+    made = records(node)[0].shape
+    positions = prod(image[2:]) if node.args[6] else prod(made[2:])  # a transposed one spreads each input element
+    return 2.0 * image[0] * positions * prod(weight)
+
+
+def _backward_flops(node: Node, shapes: Shapes) -> float:
+    grad, image, weight = shapes[0], shapes[1], shapes[2]
+    wanted = node.args[-1]
+    positions = prod(image[2:]) if node.args[7] else prod(grad[2:])
+    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
+
+
+OPERATORS = declarations({
+    "convolution": Operator(_convolution, flops=_forward_flops),
+    "convolution_backward": Operator(_convolution_backward, flops=_backward_flops),
+})

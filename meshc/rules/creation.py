@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.rules.rule import Rule, RuleFunction, result_shapes
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.rule import Rule, result_shapes
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -74,20 +75,14 @@ def _lower_arange(local: Local) -> Node:
     return local.emit(aten.add.Tensor, index, start) if start else index
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.full.default: _fill,
-    aten.zeros.default: _fill,
-    aten.ones.default: _fill,
-    aten.empty.memory_format: _fill,
-    aten.scalar_tensor.default: _fill,
-    aten.new_zeros.default: _new,
-    aten.new_ones.default: _new,
-    aten.new_full.default: _new,
-    aten.empty_strided.default: _empty,
-    aten.empty_permuted.default: _empty,
-    aten.new_empty_strided.default: _empty,
-    aten.new_empty.default: _new,
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
-}
+OPERATORS = declarations({
+    "full zeros ones": Operator(_fill, any_order=True, cheap=True),
+    "empty.memory_format": Operator(_fill, uninitialised=True),
+    "scalar_tensor": Operator(_fill, cheap=True),
+    "new_zeros": Operator(_new, of_shape=("", "sum"), any_order=True),
+    "new_ones new_full": Operator(_new, of_shape=("",), any_order=True),
+    "empty_strided empty_permuted": Operator(_empty, uninitialised=True),
+    "new_empty_strided": Operator(_empty, of_shape=("",), uninitialised=True),
+    "new_empty": Operator(_new, of_shape=("",), uninitialised=True),
+    "arange arange.start arange.start_step": Operator(_arange, cheap=True),
+})

@@ -11,6 +11,7 @@ recomputes the states from the first rank on, and the gradients of states from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,10 @@ from torch.fx import Node
 from meshc.ir import is_getitem
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops import delta_rule_turns as _turns  # noqa: F401 - likewise
-from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum, integer, shape_of
-from meshc.rules.turns import call_in_turns, join_turns
+from meshc.ops.delta_rule_chunks import LENGTH
+from meshc.rules.operator import Operator, Shapes, declarations
+from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
+from meshc.rules.turns import call_in_turns, join_turns, parts_of
 
 if TYPE_CHECKING:
     from meshc.ir.functions import Target
@@ -150,10 +153,19 @@ def _turn(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{operands} -> {' | '.join([*(text(name, True) for name in made), text('handed', True)])}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.delta_rule.default: _forward,
-    meshc.delta_rule_backward.default: _backward,
-    meshc.delta_rule_turn.default: _turn,
-    meshc.delta_rule_state_turn.default: _turn,
-    meshc.delta_rule_backward_turn.default: _turn,
-}
+def _flops(shapes: Shapes, within: int, between: int) -> float:
+    """Products within chunks, of a chunk's positions, keys and values, and those of a chunk and the state between chunks; of k and v."""
+    *_, positions, keys = shapes[0]
+    values = shapes[1][-1]
+    return prod(shapes[0][:-1]) * (within * min(LENGTH, positions) * (keys + values) + 2.0 * between * keys * values)
+
+
+OPERATORS = declarations({
+    "meshc.delta_rule": Operator(_forward, flops=lambda node, shapes: _flops(shapes[1:], 5, 3)),
+    "meshc.delta_rule_backward": Operator(_backward, flops=lambda node, shapes: _flops(shapes[2:], 12, 8)),
+    "meshc.delta_rule_end": Operator(flops=lambda node, shapes: _flops(shapes, 3, 4)),
+    "meshc.delta_rule_ends": Operator(flops=lambda node, shapes: _flops(shapes[2:], 5, 7)),
+    "meshc.delta_rule_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes[1:], 5, 3) / parts_of(node)),
+    "meshc.delta_rule_state_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes, 3, 2) / parts_of(node)),
+    "meshc.delta_rule_backward_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes[2:], 12, 8) / parts_of(node)),
+})

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, all_operands, dtype_of, integer, result_shapes, shape_of
+from meshc.rules.rule import ALONE, ONE, Rule, all_operands, dtype_of, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -93,14 +95,12 @@ def _trace(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters,), ((),), ({},), frozenset(letters) - {ONE}, linear=ALONE, defers=True)
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.tril.default: _triangle,
-    aten.triu.default: _triangle,
-    aten.diagonal.default: _diagonal,
-    aten.diagonal_copy.default: _diagonal,
-    aten.diagonal_backward.default: _diagonal_backward,
-    aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.diag_embed.default: _diag_embed,
-    aten.block_diag.default: _block_diag,
-    aten.trace.default: _trace,
-}
+OPERATORS = declarations({
+    "tril triu": Operator(_triangle, linear=ALONE, monotone=rises_in_first, cheap=True),
+    "diagonal diagonal_copy": Operator(_diagonal),
+    "diagonal_backward": Operator(_diagonal_backward),
+    "diagonal_scatter": Operator(_diagonal_scatter, joins=True),
+    "diag_embed": Operator(_diag_embed),
+    "block_diag": Operator(_block_diag, joins=True),
+    "trace": Operator(_trace),
+})

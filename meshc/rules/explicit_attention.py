@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from meshc.ir import spmd
 from meshc.ops import explicit_attention as _operators  # noqa: F401 - registers them
-from meshc.rules.ring import Ring, mask_of, place_of
-from meshc.rules.rule import ONE, Made, RingLetter, Rule, RuleFunction, einsum, shape_of
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of, place_of
+from meshc.rules.rule import ONE, Made, RingLetter, Rule, einsum, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -128,8 +129,9 @@ class ExplicitRing(Ring):
         return found if length == self.local.local_size("k") * self.ranks else emit(aten.slice.Tensor, found, 3, 0, length)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.explicit_attention.default: _forward,
-    meshc.explicit_attention_backward.default: _backward,
-    meshc.explicit_attention_bias_backward.default: _backward,
-}
+OPERATORS = declarations({
+    "meshc.explicit_attention": Operator(_forward, flops=attention_flops, arithmetic="attention"),
+    "meshc.explicit_attention_backward meshc.explicit_attention_bias_backward": Operator(
+        _backward, flops=attention_gradient_flops, arithmetic="attention"
+    ),
+})

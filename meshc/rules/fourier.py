@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.preconditions import Operands, holds
+from meshc.rules.rule import ALONE, ONE, Rule, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -65,11 +68,19 @@ def _lower_unfold_backward(local: Local) -> Node:
     return local.emit(local.node.target, local.operands[0], list(local.out_shape(0)), *local.node.args[2:])
 
 
-RULES: dict[object, RuleFunction] = {
-    aten._fft_c2c.default: _transform,
-    aten._fft_r2c.default: _transform,
-    aten._fft_c2r.default: _transform,
-    aten.unfold.default: _unfold,
-    aten.unfold_copy.default: _unfold,
-    aten.unfold_backward.default: _unfold_backward,
-}
+_DIMS_FIT = holds("the dims are others each, counted from 0", lambda o: len({*o["dim"]} & {*range(o["self"].dim())}) == len(o["dim"]))
+
+
+def _is_half(o: Operands) -> bool:
+    return bool(o["self"].shape[o["dim"][-1]] == o["last_dim_size"] // 2 + 1)
+
+
+OPERATORS = declarations({
+    "_fft_c2c _fft_r2c": Operator(_transform, preconditions=(_DIMS_FIT,)),
+    "_fft_c2r": Operator(
+        _transform, preconditions=(_DIMS_FIT, holds("the last of the dims is half of last_dim_size, and one", _is_half))
+    ),
+    "unfold": Operator(_unfold),
+    "unfold_copy": Operator(_unfold, linear=ALONE, monotone=rises_in_first),
+    "unfold_backward": Operator(_unfold_backward),
+})

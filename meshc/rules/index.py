@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
-from meshc.rules.rule import ALONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, whole_rule
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import IndexBound, Operator, declarations
+from meshc.rules.preconditions import holds, operand, within
+from meshc.rules.rule import ALONE, Rule, dtype_of, einsum, integer, shape_of, whole_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -112,13 +116,6 @@ def _lower_one_hot(local: Local) -> Node:
     return local.emit(meshc.one_hot.default, index, local.local_size("v"), local.start("v"))
 
 
-def _flat_take(node: Node, tensors: list[Node]) -> Rule:
-    """aten.take: a flat index into all entries, row-major."""
-    rows = " ".join(_index_letters(tensors[1]))
-    x = " ".join(f"v{d}!" for d in range(len(shape_of(tensors[0]))))
-    return einsum(f"{x}, {rows} -> {rows}", node, tensors, clean=(1,))
-
-
 def gather_letters(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims may be split where both have one size; where the index is shorter, not."""
     shape, short = shape_of(x), shape_of(index)
@@ -213,16 +210,57 @@ def _take_flat(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{x}, {index} -> {index}", node, tensors, clean=(1,))
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.embedding.default: _embedding,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    meshc.take.default: _take,
-    meshc.take_backward.default: _take_backward,
-    meshc.one_hot.default: _one_hot,
-    aten.take.default: _flat_take,
-    aten.gather.default: _gather,
-    aten.index_select.default: _index_select,
-    aten.take.default: _take_flat,
-    aten.index.Tensor: _index,
-    aten._unsafe_index.Tensor: _index,
-}
+def rows_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    return [IndexBound(1, 0, shape_of(tensors[0])[0])]
+
+
+def _columns_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    return [IndexBound(1, 0, shape_of(tensors[0])[-1], integer(node.args[2]))]
+
+
+def bound_along(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    shape = shape_of(tensors[0]) or (1,)
+    return [IndexBound(1, 0, shape[integer(node.args[1]) % len(shape)])]
+
+
+def bound_from_both_ends(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    return [IndexBound(bound.operand, -bound.high, bound.high) for bound in bound_along(node, tensors)]
+
+
+def _classes_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    return [IndexBound(0, 0, integer(node.args[1]))]
+
+
+def _flat_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    size = prod(shape_of(tensors[0]))
+    return [IndexBound(1, -size, size)]
+
+
+def advanced_index_bounds(node: Node, tensors: list[Node]) -> list[IndexBound]:
+    """x[i, None, j]: masks among them have no bounds."""
+    indices = index_tensors(node)
+    sizes = [size for size, index in zip(shape_of(tensors[0]), indices, strict=False) if index is not None]
+    if any(dtype_of(index) in (torch.bool, torch.uint8) for index in indices if index is not None):
+        return []
+    return [IndexBound(1 + position, -size, size) for position, size in enumerate(sizes)]
+
+
+OPERATORS = declarations({
+    "embedding": Operator(_embedding, linear=ALONE, monotone=rises_in_first, any_order=True, bounds=rows_bound, gathers=True),
+    "embedding_dense_backward": Operator(
+        _embedding_backward,
+        any_order=True,
+        preconditions=(
+            holds("grad_output has the shape of indices and one dim more", lambda o: o["grad_output"].shape[:-1] == o["indices"].shape),
+            lambda o: within("indices", 0, operand("num_weights"))(o) if o["scale_grad_by_freq"] else None,
+        ),
+    ),
+    "meshc.take": Operator(_take, any_order=True, bounds=_columns_bound, ignores_outside=True, cheap=True, gathers=True),
+    "meshc.take_backward": Operator(_take_backward, any_order=True),
+    "meshc.one_hot": Operator(_one_hot, any_order=True, bounds=_classes_bound, ignores_outside=True),
+    "take": Operator(_take_flat, linear=ALONE, monotone=rises_in_first, bounds=_flat_bound),
+    "gather": Operator(_gather, linear=ALONE, monotone=rises_in_first, bounds=bound_along, gathers=True),
+    "index_select": Operator(_index_select, linear=ALONE, monotone=rises_in_first, bounds=bound_along, gathers=True),
+    "index.Tensor": Operator(_index, linear=ALONE, monotone=rises_in_first, bounds=advanced_index_bounds, gathers=True),
+    "_unsafe_index.Tensor": Operator(_index, linear=ALONE, monotone=rises_in_first),
+})

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, operands, value_of
-from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, all_operands, dtype_of, integer, integers, result_shapes, shape_of
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.rule import ONE, Relation, Rule, all_operands, dtype_of, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -226,32 +227,28 @@ def is_grown(node: Node) -> bool:
     return bool(inputs) and prod(shape_of(producer)) > max(prod(shape_of(x)) for x in inputs)
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.permute.default: permute,
-    aten.transpose.int: permute,
-    aten.t.default: permute,
-    aten.unsqueeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.squeeze.default: _squeeze,
-    aten.expand.default: _expand,
-    aten.select.int: _select,
-    aten.split.Tensor: _split,
-    aten.unsafe_split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    aten.unsafe_split_with_sizes.default: _split,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.unbind.int: _unbind,
-    aten.select_backward.default: _select_backward,
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.lift_fresh_copy.default: _same,
-    aten._to_copy.default: _cast,
-}
-SAME = {op for op, rule in RULES.items() if rule in (_same, _cast)}
+OPERATORS = declarations({
+    "view reshape": Operator(_view, moves=True),
+    "_unsafe_view view_copy": Operator(_view),
+    "permute transpose.int t": Operator(permute, moves=True),
+    "unsqueeze squeeze.dim squeeze.dims squeeze": Operator(_squeeze, moves=True),
+    "expand": Operator(_expand, moves=True, cheap=True),
+    "select.int": Operator(_select, moves=True, cheap=True),
+    "split.Tensor split_with_sizes": Operator(_split, moves=True),
+    "unsafe_split.Tensor unsafe_split_with_sizes split_with_sizes_copy": Operator(_split),
+    "cat": Operator(_cat, joins=True, moves=True, cheap=True),
+    "stack": Operator(_stack, joins=True, cheap=True),
+    "unbind.int": Operator(_unbind, moves=True),
+    "select_backward": Operator(_select_backward),
+    "clone": Operator(_same, moves=True, cheap=True),
+    "alias detach": Operator(_same, moves=True),
+    "lift_fresh lift_fresh_copy alias_copy": Operator(_same),
+    "_to_copy": Operator(_cast, moves=True, cheap=True),
+    "expand_copy": Operator(_expand),
+    "permute_copy t_copy transpose_copy.int": Operator(permute),
+    "squeeze_copy squeeze_copy.dim squeeze_copy.dims unsqueeze_copy": Operator(_squeeze),
+    "unbind_copy.int": Operator(_unbind),
+})
+SAME = {target for target, operator in OPERATORS.items() if operator.rule in (_same, _cast)}
 """Operators that keep every dim in its place."""
+PERMUTATIONS = {target for target, operator in OPERATORS.items() if operator.rule is permute}

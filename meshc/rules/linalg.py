@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
+from meshc.rules.operator import EITHER, Operator, Shapes, declarations
+from meshc.rules.preconditions import Operands, holds, within
 from meshc.rules.reduction import argument
-from meshc.rules.rule import Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
+from meshc.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -17,24 +21,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 MATRIX, OTHER, THIRD = "... m! n!", "... p! q!", "... r! s!"
 
-TEXTS = {
-    aten.linalg_cholesky_ex.default: f"{MATRIX} -> {OTHER} | ...",
-    aten.linalg_qr.default: f"{MATRIX} -> {OTHER} | {THIRD}",
-    aten._linalg_svd.default: f"{MATRIX} -> {OTHER} | ... v! | {THIRD}",
-    aten._linalg_eigh.default: f"{MATRIX} -> ... v! | {OTHER}",
-    aten.linalg_eig.default: f"{MATRIX} -> ... v! | {OTHER}",
-    aten._linalg_det.default: f"{MATRIX} -> ... | {OTHER} | ... v!",
-    aten._linalg_slogdet.default: f"{MATRIX} -> ... | ... | {OTHER} | ... v!",
-    aten.linalg_inv_ex.default: f"{MATRIX} -> {OTHER} | ...",
-    aten.linalg_lu_factor_ex.default: f"{MATRIX} -> {OTHER} | ... v! | ...",
-    aten.linalg_lu.default: f"{MATRIX} -> {OTHER} | {THIRD} | ... t! u!",
-    aten.linalg_matrix_exp.default: f"{MATRIX} -> {OTHER}",
-    aten.linalg_householder_product.default: f"{MATRIX}, ... v! -> {OTHER}",
-    aten.cholesky_solve.default: f"... n! k, {MATRIX} -> ... n! k",
-    aten.linalg_ldl_factor_ex.default: f"{MATRIX} -> {OTHER} | ... v! | ...",
-    aten.triangular_solve.default: f"... n! k, {MATRIX} -> ... n! k | {OTHER}",
-}
-"""Padded matrices are zero: operators that refuse zero matrices (a Cholesky factorisation without `info`) have no rule."""
+
+def _matrices(text: str) -> RuleFunction:
+    """A rule by its text. Padded matrices are zero, so operators that refuse zero matrices (Cholesky without `info`) have no rule."""
+    return by_text(text, clean=range(text.count(",") + 1))
 
 
 def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
@@ -99,14 +89,85 @@ def _cross(node: Node, tensors: list[Node]) -> Rule:
     return replace(pointwise(node, tensors), whole=frozenset({f"*{dim % rank}"}))
 
 
-RULES: dict[object, RuleFunction] = {
-    **{op: by_text(text, clean=range(text.count(",") + 1)) for op, text in TEXTS.items()},
-    aten.linalg_solve_triangular.default: _solve_triangular,
-    aten.linalg_lu_solve.default: _lu_solve,
-    aten.linalg_ldl_solve.default: _ldl_solve,
-    aten.ormqr.default: _ormqr,
-    aten.lu_unpack.default: _lu_unpack,
-    aten._linalg_solve_ex.default: _solve_ex,
-    aten.linalg_cross.default: _cross,
-    aten.linalg_pinv.atol_rtol_tensor: _pinv,
-}
+# Flops of whole matrices, with vectors where an operator has them: Golub, Van Loan: Matrix Computations, tables of chapters 3, 5 and 8.
+
+
+def _square_flops(shapes: Shapes, times: float) -> float:
+    """`times` the cube of a side, of each matrix."""
+    return times * prod(shapes[0]) * shapes[0][-1]
+
+
+def _rectangle_flops(shapes: Shapes, long: float, short: float) -> float:
+    """long * m n^2 + short * n^3 of m by n, n the short side, of each matrix."""
+    *rows, one, other = shapes[0]
+    m, n = max(one, other), min(one, other)
+    return prod(rows) * (long * m * n**2 + short * n**3)
+
+
+def _solve_flops(node: Node, shapes: Shapes) -> float:
+    return _square_flops(shapes, 2 / 3) + 2.0 * prod(shapes[0]) * shapes[1][-1]
+
+
+def _factorization(text: str, flops: Callable[[Shapes], float]) -> Operator:
+    return Operator(_matrices(text), flops=lambda node, shapes: flops(shapes), arithmetic="factorization")
+
+
+def _pivot_fault(o: Operands) -> str | None:
+    """Blocks of two rows are marked by two equal negative numbers, and LAPACK takes the word of the first for the second."""
+    given = o["pivots"]
+    if given.shape != o["LD"].shape[:-1]:
+        return "there is a pivot for each row"
+    count = given.shape[-1]
+    for row in [] if given.is_meta else given.reshape(-1, count).tolist() if count else []:
+        at = 0
+        while at < count:
+            paired = row[at] < 0
+            if not 1 <= abs(row[at]) <= count or paired and (at + 1 == count or row[at + 1] >= 0 or -row[at + 1] > count):
+                return f"pivots hold {row[at]}, which is no row from 1 to {count}, or half a block"
+            at += 2 if paired else 1
+    return None
+
+
+OPERATORS = declarations({
+    "linalg_cholesky_ex": _factorization(f"{MATRIX} -> {OTHER} | ...", lambda shapes: _square_flops(shapes, 1 / 3)),
+    "linalg_inv_ex": _factorization(f"{MATRIX} -> {OTHER} | ...", lambda shapes: _square_flops(shapes, 2.0)),
+    "linalg_qr": _factorization(f"{MATRIX} -> {OTHER} | {THIRD}", lambda shapes: 2 * _rectangle_flops(shapes, 2.0, -2 / 3)),
+    "_linalg_svd": _factorization(f"{MATRIX} -> {OTHER} | ... v! | {THIRD}", lambda shapes: _rectangle_flops(shapes, 6.0, 20.0)),
+    "_linalg_eigh": _factorization(f"{MATRIX} -> ... v! | {OTHER}", lambda shapes: _square_flops(shapes, 9.0)),
+    "linalg_eig": Operator(_matrices(f"{MATRIX} -> ... v! | {OTHER}")),
+    "_linalg_det": Operator(_matrices(f"{MATRIX} -> ... | {OTHER} | ... v!")),
+    "_linalg_slogdet": Operator(_matrices(f"{MATRIX} -> ... | ... | {OTHER} | ... v!")),
+    "linalg_lu_factor_ex": _factorization(f"{MATRIX} -> {OTHER} | ... v! | ...", lambda shapes: _square_flops(shapes, 2 / 3)),
+    "linalg_ldl_factor_ex": Operator(_matrices(f"{MATRIX} -> {OTHER} | ... v! | ...")),
+    "linalg_lu": Operator(_matrices(f"{MATRIX} -> {OTHER} | {THIRD} | ... t! u!")),
+    "linalg_matrix_exp": Operator(_matrices(f"{MATRIX} -> {OTHER}")),
+    "linalg_householder_product": Operator(_matrices(f"{MATRIX}, ... v! -> {OTHER}")),
+    "cholesky_solve": Operator(_matrices(f"... n! k, {MATRIX} -> ... n! k"), linear=ALONE),
+    "triangular_solve": Operator(_matrices(f"... n! k, {MATRIX} -> ... n! k | {OTHER}")),
+    "linalg_solve_triangular": Operator(
+        _solve_triangular, linear=((1,),), flops=lambda node, shapes: prod(shapes[0]) * shapes[1][-1], arithmetic="factorization"
+    ),
+    "linalg_lu_solve": Operator(
+        _lu_solve,
+        linear=((2,),),
+        preconditions=(
+            holds("there is a pivot for each row", lambda o: o["pivots"].shape == o["LU"].shape[:-1]),
+            within("pivots", 1, lambda o: int(o["LU"].shape[-1]) + 1),
+        ),
+    ),
+    "linalg_ldl_solve": Operator(_ldl_solve, preconditions=(_pivot_fault,)),
+    "ormqr": Operator(_ormqr),
+    "lu_unpack": Operator(
+        _lu_unpack,
+        preconditions=(
+            holds(
+                "there is a pivot for each row or column",
+                lambda o: o["LU_pivots"].shape == (*o["LU_data"].shape[:-2], min(o["LU_data"].shape[-2:])),
+            ),
+            within("LU_pivots", 1, lambda o: int(o["LU_data"].shape[-2]) + 1),
+        ),
+    ),
+    "_linalg_solve_ex": Operator(_solve_ex, flops=_solve_flops, arithmetic="factorization"),
+    "linalg_cross": Operator(_cross, linear=EITHER),
+    "linalg_pinv.atol_rtol_tensor": Operator(_pinv),
+})

@@ -13,11 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from meshc.ops import ctc as _ctc_operators  # noqa: F401 - registers them
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.preconditions import Operands, holds, like, same_dtype, size, within
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ONE, Rule, RuleFunction, by_text, shape_of
+from meshc.rules.rule import ONE, Rule, by_text, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -26,24 +29,19 @@ aten = torch.ops.aten
 ours = torch.ops.meshc
 NONE, MEAN = 0, 1
 """torch's numbers of a loss's reduction; 2 is the sum."""
-PLACES: dict[object, int] = {
-    aten.mse_loss.default: 2,
-    aten.huber_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.soft_margin_loss.default: 2,
-    aten.binary_cross_entropy.default: 3,
-    aten.binary_cross_entropy_with_logits.default: 4,
-}
-"""Position of the argument `reduction`."""
+
+
+def _names(node: Node) -> list[str]:
+    return [found.name for found in node.target._schema.arguments]  # type: ignore[union-attr]
 
 
 def reduction_of(node: Node) -> int:
-    found = argument(node, PLACES[node.target], "reduction", MEAN)
+    found = argument(node, _names(node).index("reduction"), "reduction", MEAN)
     assert isinstance(found, int)
     return found
 
 
-def _loss(node: Node, tensors: list[Node]) -> Rule:
+def loss(node: Node, tensors: list[Node]) -> Rule:
     """Operands broadcast. Padding is masked in an operand that has all letters; without one, the letters of a sum are whole."""
     shapes = [shape_of(tensor) for tensor in tensors]
     shape = torch.broadcast_shapes(*shapes)
@@ -68,7 +66,7 @@ def _lower_loss(local: Local) -> Node:
     node, rest = local.node, iter(local.operands)
     args = [next(rest) if isinstance(item, Node) else item for item in node.args]
     kwargs = {name: next(rest) if isinstance(item, Node) else item for name, item in node.kwargs.items()}
-    place = PLACES[node.target]
+    place = _names(node).index("reduction")
     made = local.emit(node.target, *args[:place], **{**kwargs, "reduction": NONE}, **_rest(node, args, place))
     largest = local.rule.operands.index(tuple(letters))
     for letter in letters:
@@ -80,12 +78,73 @@ def _lower_loss(local: Local) -> Node:
 
 def _rest(node: Node, args: Sequence[object], place: int) -> dict[str, object]:
     """The arguments after `reduction` (a delta, a beta), by name."""
-    names = [found.name for found in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
+    return dict(zip(_names(node)[place + 1 :], args[place + 1 :], strict=False))
 
 
-RULES: dict[object, RuleFunction] = {
-    **dict.fromkeys(PLACES, _loss),
-    ours.ctc_loss.default: by_text("t! n c!, n s!, n, n -> n", clean=(1, 2, 3)),  # a row of padding has no frames and no targets
-    ours.ctc_loss_backward.default: by_text("n, t! n c!, n s!, n, n -> t! n c!", clean=(2, 3, 4)),
-}
+def _lengths(o: Operands, name: str) -> Tensor:
+    given = o[name]
+    return given.reshape(-1) if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
+
+
+def _length_fault(o: Operands) -> str | None:
+    times, batch, _ = o["log_probs"].shape
+    inputs, targets = _lengths(o, "input_lengths"), _lengths(o, "target_lengths")
+    if inputs.numel() != batch or targets.numel() != batch:
+        return f"there is a length of an input and of a target for each of {batch}"
+    if inputs.is_meta or targets.is_meta or not batch:
+        return None
+    if int(inputs.min()) < 0 or int(inputs.max()) > times:
+        return f"input_lengths are 0 to {times}"
+    room = o["targets"].numel() if o["targets"].dim() == 1 else o["targets"].shape[1]
+    most = int(targets.max()) if o["targets"].dim() == 2 else int(targets.clamp(min=0, max=room).sum())
+    if int(targets.min()) < 0 or int(targets.max()) > room or most > room:
+        return f"target_lengths fit {room} targets"
+    return None
+
+
+_CTC_FITS = (
+    holds(
+        "log_probs are [time, batch, classes], targets a list or a row each",
+        lambda o: o["log_probs"].dim() == 3 and o["targets"].dim() in (1, 2),
+    ),
+    holds(
+        "a row of targets stands for each of the batch",
+        lambda o: o["targets"].dim() == 1 or o["targets"].shape[0] == o["log_probs"].shape[1],
+    ),
+    holds("targets are int64 or int32", lambda o: o["targets"].dtype in (torch.int64, torch.int32)),
+    _length_fault,
+    holds("blank is a class", lambda o: 0 <= o["blank"] < o["log_probs"].shape[2]),
+    within("targets", 0, size("log_probs", 2)),
+)
+
+
+def _alpha_fault(o: Operands) -> str | None:
+    times, batch, _ = o["log_probs"].shape
+    targets, alpha = _lengths(o, "target_lengths"), o["log_alpha"]
+    states = 1 if targets.is_meta or not targets.numel() else 2 * int(targets.max()) + 1
+    fits = alpha.dim() == 3 and alpha.shape[:2] == (batch, times) and alpha.shape[2] >= states
+    fits = fits and o["grad"].numel() == batch and o["neg_log_likelihood"].numel() == batch
+    fits = fits and len({o[name].dtype for name in ("grad", "neg_log_likelihood", "log_alpha", "log_probs")}) == 1
+    return None if fits else f"log_alpha is [{batch}, {times}, {states} or more], grad and neg_log_likelihood [{batch}], of one dtype"
+
+
+def _class_count(o: Operands) -> int:
+    return int(o["self"].shape[-1]) if o["self"].dim() else 1
+
+
+OPERATORS = declarations({
+    "mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy": Operator(loss),
+    "binary_cross_entropy_with_logits": Operator(loss, affine=((1,),)),
+    "_ctc_loss _ctc_loss.Tensor": Operator(preconditions=_CTC_FITS),
+    "_ctc_loss_backward _ctc_loss_backward.Tensor": Operator(preconditions=(*_CTC_FITS, _alpha_fault)),
+    "multilabel_margin_loss_backward": Operator(
+        preconditions=(
+            within("target", -1, _class_count),
+            like("target", "self"),
+            like("is_target", "self"),
+            same_dtype("self", "is_target"),
+        )
+    ),
+    "meshc.ctc_loss": Operator(by_text("t! n c!, n s!, n, n -> n", clean=(1, 2, 3))),  # a row of padding has no frames and no targets
+    "meshc.ctc_loss_backward": Operator(by_text("n, t! n c!, n s!, n, n -> t! n c!", clean=(2, 3, 4))),
+})

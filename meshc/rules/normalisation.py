@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.rules.rule import Rule, RuleFunction, einsum, integers, shape_of
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.preconditions import Operands, holds, like, same_dtype
+from meshc.rules.rule import ALONE, Rule, einsum, integers, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -57,7 +60,24 @@ def _lower_layer_norm_backward(local: Local) -> Node:
     return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *scales, *args[7:])
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-}
+def _has_row_statistics(o: Operands) -> bool:
+    inner = list(o["normalized_shape"])
+    outer = prod(o["input"].shape[: o["input"].dim() - len(inner)])
+    fits = list(o["input"].shape[o["input"].dim() - len(inner) :]) == inner and o["mean"].numel() == o["rstd"].numel() == outer
+    return fits and all(o[name] is None or list(o[name].shape) == inner for name in ("weight", "bias"))
+
+
+OPERATORS = declarations({
+    "native_layer_norm": Operator(_layer_norm, any_order=True, cheap=True),
+    "native_layer_norm_backward": Operator(
+        _layer_norm_backward,
+        linear=ALONE,
+        any_order=True,
+        preconditions=(
+            like("grad_out", "input"),
+            holds("mean and rstd are a number for each row, weight and bias have the normalized shape", _has_row_statistics),
+            same_dtype("grad_out", "input"),
+            same_dtype("mean", "rstd"),
+        ),
+    ),
+})

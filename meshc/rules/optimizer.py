@@ -11,7 +11,8 @@ from meshc.ops import block_codes as _coding_operators  # noqa: F401 - registers
 from meshc.ops import norm as _norm_operators  # noqa: F401 - registers them
 from meshc.ops import optim as _update_operators  # noqa: F401 - registers them
 from meshc.ops import state_rounding as _keeping_operators  # noqa: F401 - registers them
-from meshc.rules.rule import Rule, RuleFunction, result_shapes, shape_of
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.rule import Rule, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -89,16 +90,11 @@ def _square_sum(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters,), ((),), ({letter: "sum" for letter in letters},), kind="update")
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.adam.default: _update,
-    meshc.adam_amsgrad.default: _update,
-    meshc.sgd.default: _update,
-    meshc.sgd_plain.default: _update,
-    meshc.round_state.default: _round_state,
-    meshc.round_param.default: _update,
-    meshc.join_master.default: _update,
-    meshc.block_scale.default: _block_scale,
-    meshc.encode_state.default: _encode_state,
-    meshc.decode_state.default: _decode_state,
-    meshc.square_sum.default: _square_sum,
-}
+OPERATORS = declarations({
+    "meshc.adam meshc.adam_amsgrad meshc.sgd meshc.sgd_plain meshc.round_param meshc.join_master": Operator(_update),
+    "meshc.round_state": Operator(_round_state),
+    "meshc.block_scale": Operator(_block_scale),
+    "meshc.encode_state": Operator(_encode_state),
+    "meshc.decode_state": Operator(_decode_state),
+    "meshc.square_sum": Operator(_square_sum),
+})

@@ -17,7 +17,10 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.window import Window
-from meshc.rules.rule import Made, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+from meshc.private import OpOverload
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.preconditions import Operands, Precondition, elements, gives, holds, leading, like, same_dtype, within
+from meshc.rules.rule import ALONE, Made, Rule, dtype_of, einsum, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -242,19 +245,65 @@ def _fractional_letters(node: Node, shape: tuple[int, ...]) -> tuple[str, str, s
     return ("b c" if len(shape) == count + 2 else "c"), read, made
 
 
-WINDOWED: dict[object, RuleFunction] = {
-    aten.max_pool2d_with_indices.default: _max_pool,
-    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
-    aten.max_pool3d_with_indices.default: _max_pool,
-    aten.max_pool3d_with_indices_backward.default: _max_pool_backward,
-    aten.avg_pool2d.default: _avg_pool,
-    aten.avg_pool2d_backward.default: _avg_pool_backward,
-    aten.avg_pool3d.default: _avg_pool,
-    aten.avg_pool3d_backward.default: _avg_pool_backward,
-}
-RULES: dict[object, RuleFunction] = {
+_MAX_ARGUMENTS = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+_MEAN_ARGUMENTS = ("self", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+
+
+def cells_fit(space: int) -> tuple[Precondition, ...]:
+    cells = holds("both have a channel and a cell", lambda o: all((*o["grad_output"].shape[-space - 1 :], *o["self"].shape[-space - 1 :])))
+    return leading("grad_output", "self", space), same_dtype("grad_output", "self"), cells
+
+
+def indices_fit(space: int) -> tuple[Precondition, ...]:
+    """Gradients that go where indices into the space of `self` say."""
+    chosen = like("indices", "grad_output"), within("indices", 0, elements("self", space))
+    return *cells_fit(space), *chosen, holds("indices are int64", lambda o: o["indices"].dtype == torch.int64)
+
+
+def _samples_fit(space: int) -> tuple[Precondition, ...]:
+    samples = holds("random_samples are a number a dim of each channel", lambda o: o["random_samples"].shape[-1] == space)
+    shape = holds(
+        "random_samples are [batch, channels, dims of space]",
+        lambda o: o["random_samples"].shape[:2] == (o["self"].shape[0] if o["self"].dim() == space + 2 else 1, o["self"].shape[-space - 1]),
+    )
+    return samples, shape, same_dtype("self", "random_samples"), _fractions("random_samples")
+
+
+def _fractions(name: str) -> Precondition:
+    def condition(o: Operands) -> str | None:
+        given = o[name]
+        fits = given.is_meta or bool(((given >= 0) & (given <= 1)).all())
+        return None if fits else f"{name} holds what does not lie from 0 to 1"
+
+    return condition
+
+
+def _mean_gradient(forward: OpOverload) -> Operator:
+    fits = gives(forward, "grad_output", *_MEAN_ARGUMENTS), same_dtype("grad_output", "self")
+    return Operator(_avg_pool_backward, linear=ALONE, preconditions=fits)
+
+
+WINDOWED = declarations({
+    "max_pool2d_with_indices max_pool3d_with_indices": Operator(_max_pool),
+    "max_pool2d_with_indices_backward": Operator(
+        _max_pool_backward,
+        linear=ALONE,
+        preconditions=(*indices_fit(2), gives(aten.max_pool2d_with_indices.default, "grad_output", *_MAX_ARGUMENTS)),
+    ),
+    "max_pool3d_with_indices_backward": Operator(
+        _max_pool_backward,
+        linear=ALONE,
+        preconditions=(*indices_fit(3), gives(aten.max_pool3d_with_indices.default, "grad_output", *_MAX_ARGUMENTS)),
+    ),
+    "avg_pool2d avg_pool3d": Operator(_avg_pool, linear=ALONE),
+    "avg_pool2d_backward": _mean_gradient(aten.avg_pool2d.default),
+    "avg_pool3d_backward": _mean_gradient(aten.avg_pool3d.default),
+})
+OPERATORS = {
     **WINDOWED,
-    aten.fractional_max_pool2d.default: _fractional,
-    aten.fractional_max_pool2d_backward.default: _fractional_backward,
-    aten.fractional_max_pool3d.default: _fractional,
+    **declarations({
+        "fractional_max_pool2d": Operator(_fractional, preconditions=_samples_fit(2)),
+        "fractional_max_pool3d": Operator(_fractional, preconditions=_samples_fit(3)),
+        "fractional_max_pool2d_backward": Operator(_fractional_backward, preconditions=indices_fit(2)),
+    }),
 }

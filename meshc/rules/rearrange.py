@@ -9,8 +9,9 @@ import torch
 from torch.fx import Node
 
 from meshc.rules.layout import dims_of
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+from meshc.rules.rule import ALONE, ONE, Relation, Rule, integer, integers, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -89,14 +90,12 @@ def _pixels(node: Node, tensors: list[Node]) -> Rule:
     return Rule((tuple(letters[0]),), (tuple(letters[1]),), ({},), frozenset(whole), tuple(relations), kind="layout")
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.repeat.default: _repeat,
-    aten.roll.default: _roll,
-    aten.flip.default: _flip,
-    aten.rot90.default: _rot90,
-    aten.channel_shuffle.default: _shuffle,
-    aten.pixel_shuffle.default: _pixels,
-    aten.pixel_unshuffle.default: _pixels,
-    aten.view_as_complex.default: _pairs,
-    aten.view_as_real.default: _pairs,
-}
+OPERATORS = declarations({
+    "repeat": Operator(_repeat, moves=True, cheap=True),
+    "roll": Operator(_roll, cheap=True),
+    "flip": Operator(_flip, moves=True, cheap=True),
+    "rot90": Operator(_rot90),
+    "channel_shuffle": Operator(_shuffle),
+    "pixel_shuffle pixel_unshuffle": Operator(_pixels),
+    "view_as_complex view_as_real": Operator(_pairs, linear=ALONE),
+})

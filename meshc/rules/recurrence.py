@@ -18,8 +18,9 @@ from torch.fx import Node
 from meshc.ir.functions import Target
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.ops import recurrence_turns as _turns  # noqa: F401 - likewise
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum, integer, shape_of
+from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
 from meshc.rules.turns import call_in_turns, join_turns
 
 if TYPE_CHECKING:
@@ -159,9 +160,8 @@ def _turn(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(operands)} -> {' | '.join(made)} | o! {text('p!', 'u!')}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.recurrence.default: _forward,
-    meshc.recurrence_backward.default: _backward,
-    meshc.recurrence_turn.default: _turn,
-    meshc.recurrence_backward_turn.default: _turn,
-}
+OPERATORS = declarations({
+    "meshc.recurrence": Operator(_forward),
+    "meshc.recurrence_backward": Operator(_backward),
+    "meshc.recurrence_turn meshc.recurrence_backward_turn": Operator(_turn),
+})

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import sum_of_parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -124,20 +125,20 @@ def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
     return pointwise(node, tensors, kind="carry", linear=ALONE, defers=True, accumulates=True, lower=lambda local: local.operands[0])
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.sum.dim_IntList: _sum,
-    aten.sum.default: _sum_all,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean_all,
-    aten.nansum.default: _count,
-    aten.count_nonzero.default: _count,
-    aten.count_nonzero.dim_IntList: _count,
-    aten.histc.default: _histc,
-    aten.amax.default: _extreme("max"),
-    aten.amin.default: _extreme("min"),
-    aten.max.default: _extreme_all("max"),
-    aten.min.default: _extreme_all("min"),
-    **{op: _truth("max") for op in (aten.any.default, aten.any.dim, aten.any.dims)},
-    **{op: _truth("min") for op in (aten.all.default, aten.all.dim, aten.all.dims)},
-    torch.ops.meshc.sum_of_parts.default: _sum_of_parts,
-}
+OPERATORS = declarations({
+    "sum.dim_IntList": Operator(_sum, one_pass=True, any_order=True, cheap=True),
+    "sum": Operator(_sum_all, one_pass=True, any_order=True, cheap=True),
+    "mean.dim": Operator(_mean, one_pass=True, any_order=True, cheap=True),
+    "mean": Operator(_mean_all, one_pass=True, any_order=True, cheap=True),
+    "nansum count_nonzero count_nonzero.dim_IntList": Operator(_count),
+    "histc": Operator(_histc),
+    "amax": Operator(_extreme("max"), one_pass=True, reduction="max", cheap=True),
+    "amin": Operator(_extreme("min"), one_pass=True, reduction="min", cheap=True),
+    "max": Operator(_extreme_all("max"), reduction="max"),
+    "min": Operator(_extreme_all("min"), reduction="min"),
+    "any any.dim": Operator(_truth("max"), one_pass=True),
+    "any.dims": Operator(_truth("max")),
+    "all": Operator(_truth("min"), one_pass=True),
+    "all.dim all.dims": Operator(_truth("min")),
+    "meshc.sum_of_parts": Operator(_sum_of_parts),
+})

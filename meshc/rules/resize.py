@@ -15,7 +15,11 @@ from torch.fx import Node
 
 from meshc.ir.window import Window
 from meshc.ops import upsample as _upsample_operators  # noqa: F401 - registers them
-from meshc.rules.rule import Rule, RuleFunction, einsum, integers, result_shapes, shape_of
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.pooling import cells_fit
+from meshc.rules.rule import ALONE, Rule, einsum, integers, result_shapes, shape_of
+from meshc.rules.spatial import scale_fault
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -132,22 +136,19 @@ def _lower_torch_upsample_backward(local: Local) -> Node:
     return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
 
 
-RULES: dict[object, RuleFunction] = {
-    ours.upsample.default: _upsample,
-    ours.upsample_backward.default: _upsample_backward,
-    aten._adaptive_avg_pool2d.default: _adaptive_mean,
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_mean_backward,
-    aten._adaptive_avg_pool3d.default: _adaptive_mean,
-    aten._adaptive_avg_pool3d_backward.default: _adaptive_mean_backward,
-    aten.adaptive_max_pool2d.default: _whole,
-    aten.reflection_pad2d.default: _whole,
-    aten.replication_pad2d.default: _whole,
-    aten.upsample_nearest2d.default: _whole,
-    aten.upsample_nearest2d.vec: _whole,
-    aten.upsample_bilinear2d.default: _whole,
-    aten.upsample_bilinear2d.vec: _whole,
-    aten.upsample_nearest2d_backward.default: _torch_upsample_backward,
-    aten.upsample_bilinear2d_backward.default: _torch_upsample_backward,
-    aten._upsample_bilinear2d_aa_backward.default: _torch_upsample_backward,
-    aten._upsample_bicubic2d_aa_backward.default: _torch_upsample_backward,
-}
+OPERATORS = declarations({
+    "meshc.upsample": Operator(_upsample),
+    "meshc.upsample_backward": Operator(_upsample_backward),
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d": Operator(_adaptive_mean, linear=ALONE),
+    "_adaptive_avg_pool2d_backward": Operator(_adaptive_mean_backward, linear=ALONE, preconditions=cells_fit(2)),
+    "_adaptive_avg_pool3d_backward": Operator(_adaptive_mean_backward, linear=ALONE, preconditions=cells_fit(3)),
+    "adaptive_max_pool2d": Operator(_whole),
+    "reflection_pad2d replication_pad2d upsample_nearest2d upsample_nearest2d.vec": Operator(
+        _whole, linear=ALONE, monotone=rises_in_first
+    ),
+    "upsample_bilinear2d upsample_bilinear2d.vec": Operator(_whole, linear=ALONE),
+    "upsample_nearest2d_backward upsample_bilinear2d_backward": Operator(_torch_upsample_backward, linear=ALONE),
+    "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": Operator(
+        _torch_upsample_backward, linear=ALONE, preconditions=(scale_fault,)
+    ),
+})

@@ -28,6 +28,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem, record, spmd
 from meshc.ir.sizes import Size
 from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
+from meshc.rules.operator import Shapes
 from meshc.rules.rule import integer
 
 if TYPE_CHECKING:
@@ -233,3 +234,11 @@ class _TravellingBlock:
         for node in self.layout:
             small = self.ring.local.emit(node.target, small, *node.args[1:], **node.kwargs)
         return small
+
+
+def attention_flops(node: Node, shapes: Shapes) -> float:
+    return 4.0 * prod(shapes[0]) * shapes[1][-2]
+
+
+def attention_gradient_flops(node: Node, shapes: Shapes) -> float:
+    return 10.0 * prod(shapes[1]) * shapes[2][-2]

@@ -6,6 +6,7 @@ h, so h is whole.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,10 @@ from torch.fx import Node
 
 from meshc.ir import is_getitem
 from meshc.ops import rnn as _operators  # noqa: F401 - registers them
-from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum
-from meshc.rules.turns import call_in_turns, join_turns
+from meshc.rules.contraction import product_flops
+from meshc.rules.operator import Operator, Shapes, declarations
+from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum
+from meshc.rules.turns import call_in_turns, join_turns, parts_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -89,9 +92,14 @@ def _turn_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(operands)} -> t! p! m! | o! s! p! h!", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.rnn.default: _forward,
-    meshc.rnn_backward.default: _backward,
-    meshc.rnn_turn.default: _turn,
-    meshc.rnn_turn_backward.default: _turn_backward,
-}
+def _gradient_flops(node: Node, shapes: Shapes) -> float:
+    """Of each step of each row, by the gradient [t, rows, h] and the weight, whose product it is."""
+    return 2.0 * prod(shapes[0][:2]) * prod(shapes[-1])
+
+
+OPERATORS = declarations({
+    "meshc.rnn": Operator(_forward, flops=product_flops),
+    "meshc.rnn_backward": Operator(_backward, flops=_gradient_flops),
+    "meshc.rnn_turn": Operator(_turn, flops=lambda node, shapes: product_flops(node, shapes) / parts_of(node)),
+    "meshc.rnn_turn_backward": Operator(_turn_backward, flops=lambda node, shapes: _gradient_flops(node, shapes) / parts_of(node)),
+})

@@ -26,8 +26,10 @@ from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
 from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - likewise
 from meshc.ops import expert_groups as _expert_groups  # noqa: F401 - likewise
 from meshc.ops import expert_slots as _expert_slots  # noqa: F401 - likewise
-from meshc.rules.contraction import WEIGHT
+from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
+from meshc.rules.contraction import WEIGHT, product_flops
 from meshc.rules.index import inside_tile
+from meshc.rules.operator import EITHER, Operator, Shapes, declarations
 from meshc.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer, shape_of
 
 if TYPE_CHECKING:
@@ -198,30 +200,38 @@ def _summing(text: str) -> RuleFunction:
     return lambda node, tensors: einsum(text, node, tensors, linear=ALONE, defers=True)
 
 
-RULES: dict[object, RuleFunction] = {
-    meshc.group_choices.default: _choices,
-    meshc.to_groups.default: by_text("t h, q t m! -> q t m! h"),
-    meshc.from_groups.default: _summing("q t m! h, q t m! -> t h +q"),
-    meshc.in_slots.default: by_text("q t h, q t m! -> q t m! h"),
-    meshc.over_slots.default: _summing("q t m! h, q t m! -> q t h"),
-    meshc.weights_of_groups.default: by_text("t k!, q t m!, q t m! -> q t m!"),
-    meshc.weights_to_tokens.default: _summing("q t m!, q t m!, q t m! -> t k! +q"),
-    meshc.experts_by_slot.default: by_text("e! -> s!"),
-    meshc.in_order.default: by_text("e! ..., s, e! -> s ...", clean=(1,)),
-    meshc.choices_to_slots.default: by_text("t k, e! -> t k"),
-    meshc.choices_to_places.default: by_text("t k, q! n!, t -> t k"),
-    meshc.copies_of.default: _copies,
-    meshc.added_copies.default: _sum_copies,
-    meshc.by_group.default: _by_group,
-    meshc.in_line.default: _in_line,
-    meshc.counts_of_rows.default: _counts,
-    meshc.first_choices.default: _first,
-    meshc.heaviest_choices.default: _heaviest,
-    meshc.bounded_choices.default: _bounded_choices,
-    meshc.to_places.default: by_text("b s! h, q b p! -> q b p! h"),
-    meshc.in_places.default: by_text("q b s! h, q b p! -> q b p! h"),
-    meshc.from_places.default: _summing("q b p! h, q b p! -> b s! h +q"),
-    meshc.over_places.default: _summing("q b p! h, q b p! -> q b s! h"),
-    meshc.group_mm.default: _mm,
-    meshc.group_outer.default: _outer,
-}
+def _group_flops(node: Node, shapes: Shapes) -> float:
+    """Where tokens choose evenly, a share of rows meets a matrix: the last argument of products in groups."""
+    share = node.args[-1]
+    assert isinstance(share, float)
+    return product_flops(node, shapes) * share
+
+
+OPERATORS = declarations({
+    "meshc.group_choices": Operator(_choices, any_order=True),
+    "meshc.to_groups": Operator(by_text("t h, q t m! -> q t m! h"), linear=ALONE),
+    "meshc.from_groups": Operator(_summing("q t m! h, q t m! -> t h +q"), linear=ALONE),
+    "meshc.in_slots": Operator(by_text("q t h, q t m! -> q t m! h"), linear=ALONE),
+    "meshc.over_slots": Operator(_summing("q t m! h, q t m! -> q t h"), linear=ALONE),
+    "meshc.weights_of_groups": Operator(by_text("t k!, q t m!, q t m! -> q t m!"), linear=ALONE),
+    "meshc.weights_to_tokens": Operator(_summing("q t m!, q t m!, q t m! -> t k! +q"), linear=ALONE),
+    "meshc.experts_by_slot": Operator(by_text("e! -> s!")),
+    "meshc.in_order": Operator(by_text("e! ..., s, e! -> s ...", clean=(1,))),
+    "meshc.choices_to_slots": Operator(by_text("t k, e! -> t k")),
+    "meshc.choices_to_places": Operator(by_text("t k, q! n!, t -> t k")),
+    "meshc.copies_of": Operator(_copies),
+    "meshc.added_copies": Operator(_sum_copies),
+    "meshc.by_group": Operator(_by_group),
+    "meshc.in_line": Operator(_in_line),
+    "meshc.counts_of_rows": Operator(_counts, any_order=True),
+    "meshc.first_choices": Operator(_first),
+    "meshc.heaviest_choices": Operator(_heaviest),
+    "meshc.bounded_choices": Operator(_bounded_choices),
+    "meshc.to_places": Operator(by_text("b s! h, q b p! -> q b p! h"), linear=ALONE),
+    "meshc.in_places": Operator(by_text("q b s! h, q b p! -> q b p! h"), linear=ALONE),
+    "meshc.from_places": Operator(_summing("q b p! h, q b p! -> b s! h +q"), linear=ALONE),
+    "meshc.over_places": Operator(_summing("q b p! h, q b p! -> q b s! h"), linear=ALONE),
+    "meshc.group_mm": Operator(_mm, linear=EITHER, any_order=True, flops=_group_flops),
+    "meshc.group_outer": Operator(_outer, linear=EITHER, any_order=True, flops=_group_flops),
+    "meshc.used_mm meshc.used_outer": Operator(flops=_group_flops),
+})

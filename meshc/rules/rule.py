@@ -112,7 +112,7 @@ class Rule:
     sums     for each result, letters whose sharding leaves that result partial, with the reduction
     whole    letters that may not be sharded
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,
-             `linear_operators.py` decides
+             `linear` and `defers` are those of the operator's record (`operator.py`)
     defers   whether `propagate` defers reductions of sums past the operator, in the operands of the first set of `linear`
     roles    letter -> role in a model (`ROLES`), for names of factors
     lower    builds the per-rank code; None: the same operator on local operands

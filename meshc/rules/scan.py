@@ -14,8 +14,9 @@ from torch.fx import Node
 
 from meshc.ir.functions import Target
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import Made, Rule, RuleFunction, dtype_of, integer, shape_of
+from meshc.rules.rule import ALONE, Made, Rule, RuleFunction, dtype_of, integer, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -128,12 +129,11 @@ def _logcumsumexp(node: Node, tensors: list[Node]) -> Rule | None:
     return None if dtype_of(tensors[0]).is_complex else _scan(-inf, _logsumexp, aten.logaddexp.default)(node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.cumsum.default: _scan(0.0, _sum, aten.add.Tensor),
-    aten.cumprod.default: _scan(1.0, _prod, aten.mul.Tensor),
-    aten.logcumsumexp.default: _logcumsumexp,
-    meshc.cumsum_back.default: _scan(0.0, _sum, aten.add.Tensor, back=True),
-    meshc.logcumsumexp_back.default: _scan(-inf, _logsumexp, aten.logaddexp.default, back=True),
-    aten.cummax.default: _extreme,
-    aten.cummin.default: _extreme,
-}
+OPERATORS = declarations({
+    "cumsum": Operator(_scan(0.0, _sum, aten.add.Tensor), linear=ALONE, any_order=True),
+    "cumprod": Operator(_scan(1.0, _prod, aten.mul.Tensor), any_order=True),
+    "logcumsumexp": Operator(_logcumsumexp, any_order=True),
+    "meshc.cumsum_back": Operator(_scan(0.0, _sum, aten.add.Tensor, back=True), any_order=True),
+    "meshc.logcumsumexp_back": Operator(_scan(-inf, _logsumexp, aten.logaddexp.default, back=True), any_order=True),
+    "cummax cummin": Operator(_extreme, any_order=True),
+})

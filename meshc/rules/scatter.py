@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.rules.index import advanced_index_letters, gather_letters, index_tensors
+from meshc.rules.index import (
+    advanced_index_bounds,
+    advanced_index_letters,
+    bound_along,
+    bound_from_both_ends,
+    gather_letters,
+    index_tensors,
+)
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ONE, Rule, RuleFunction, all_operands, dtype_of, einsum, integer, shape_of, whole_rule
+from meshc.rules.rule import ALONE, ONE, Rule, all_operands, dtype_of, einsum, integer, shape_of, whole_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -148,20 +157,20 @@ def _part(node: Node, tensors: list[Node]) -> Rule:
     )
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.scatter.src: _scatter,
-    aten.scatter.value: _scatter,
-    aten.scatter.reduce: _scatter,
-    aten.scatter.value_reduce: _scatter,
-    aten.scatter_add.default: _scatter,
-    aten.scatter_reduce.two: _scatter,
-    aten.index_add.default: _index_add,
-    aten.index_copy.default: _index_add,
-    aten.index_fill.int_Scalar: _index_add,
-    aten.index_fill.int_Tensor: _index_add,
-    aten.index_reduce.default: _index_add,
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: _index_put,
-    aten.select_scatter.default: _part,
-    aten.slice_scatter.default: _part,
-}
+OPERATORS = declarations({
+    "scatter.src": Operator(_scatter, linear=((0, 2),), joins=True, any_order=True, bounds=bound_along),
+    "scatter.value": Operator(_scatter, affine=ALONE, any_order=True, bounds=bound_along),
+    "scatter.reduce scatter.value_reduce": Operator(_scatter, any_order=True, bounds=bound_along),
+    "scatter_add": Operator(_scatter, linear=((0, 2),), bounds=bound_along),
+    "scatter_reduce.two": Operator(_scatter, bounds=bound_along),
+    "index_add": Operator(_index_add, linear=((0, 2),), bounds=bound_along),
+    "index_copy": Operator(_index_add, linear=((0, 2),), joins=True, bounds=bound_along),
+    "index_fill.int_Scalar": Operator(
+        _index_add, linear_at_zero=True, monotone=rises_in_first, affine=ALONE, bounds=bound_from_both_ends
+    ),
+    "index_fill.int_Tensor": Operator(_index_add, linear=((0, 2),), joins=True, bounds=bound_from_both_ends),
+    "index_reduce": Operator(_index_add, bounds=bound_along),
+    "index_put": Operator(_index_put, linear=((0, -1),), joins=True, bounds=advanced_index_bounds),
+    "_unsafe_index_put": Operator(_index_put, linear=((0, -1),)),
+    "select_scatter slice_scatter": Operator(_part, joins=True),
+})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +10,13 @@ from torch.fx import Node
 
 from meshc.ops import grouped_mm as _grouped_operators  # noqa: F401 - registers them
 from meshc.ops import routed_mm as _routed_operators  # noqa: F401 - registers them
-from meshc.rules.contraction import WEIGHT
+from meshc.rules.contraction import WEIGHT, product_flops
+from meshc.rules.index import rows_bound
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import EITHER, Operator, declarations
+from meshc.rules.preconditions import Operands, Precondition, adds_up, ascending, holds, like, operand, same_dtype, size, within
 from meshc.rules.reduction import argument
-from meshc.rules.rule import Rule, RuleFunction, by_text, dtype_of, einsum, integer, result_shapes, shape_of
+from meshc.rules.rule import Rule, by_text, dtype_of, einsum, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -124,21 +129,114 @@ def _lower_bucketize(local: Local) -> Node:
     return local.emit(aten.clamp.default, made, None, local.count("s"))  # a value may be above the padding's borders too
 
 
-RULES: dict[object, RuleFunction] = {
-    aten._embedding_bag.default: _embedding_bag,
-    aten._embedding_bag_forward_only.default: _embedding_bag,
-    aten._embedding_bag_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_dense_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_per_sample_weights_backward.default: lambda node, tensors: einsum(
-        "b! d, v! d, r!, o!, x! -> r! +d", node, tensors
+_BAG_FITS = (
+    holds(
+        "a weight is a matrix, indices and offsets are lists",
+        lambda o: (o["weight"].dim(), o["indices"].dim(), o["offsets"].dim()) == (2, 1, 1),
     ),
-    aten.segment_reduce.default: _segment_reduce,
-    aten._segment_reduce_backward.default: _segment_reduce_backward,
-    aten._grouped_mm.default: _grouped_mm,
-    meshc.grouped_mm.default: by_text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT),
-    meshc.grouped_outer.default: by_text("r! k, r! n, g! -> g! k n"),
-    meshc.routed_mm.default: by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
-    meshc.routed_outer.default: by_text("r k, r n, r -> g! k n +r", clean=(2,)),
-    aten.searchsorted.Tensor: _searchsorted,
-    aten.bucketize.Tensor: _bucketize,
-}
+    holds(
+        "there is a bag for the indices", lambda o: o["offsets"].numel() > 0 or o["indices"].numel() == 0 and not o["include_last_offset"]
+    ),
+    same_dtype("indices", "offsets"),
+    same_dtype("weight", "per_sample_weights"),
+    like("per_sample_weights", "indices"),
+    within("indices", 0, size("weight", 0)),
+    ascending("offsets", size("indices", 0)),
+    holds("the mode is 0, 1 or 2", lambda o: 0 <= o["mode"] <= 2),
+    holds("padding_idx is a row or -1", lambda o: -1 <= o["padding_idx"] < o["weight"].shape[0]),
+    holds("the first offset is 0", lambda o: o["offsets"].is_meta or o["offsets"].numel() == 0 or int(o["offsets"][0]) == 0),
+)
+
+
+def _bag_gradient_fits(rows: Callable[[Operands], int], known: bool) -> tuple[Precondition, ...]:
+    """`known`: the bag of each index has to be given; else it is found from the offsets where it is not."""
+
+    def in_bags(o: Operands) -> bool:
+        count, indices = o["offset2bag"].numel(), o["indices"].numel()
+        return count == indices or not known and count == 0
+
+    return (
+        holds("grad is a matrix, indices are a list", lambda o: (o["grad"].dim(), o["indices"].dim()) == (2, 1)),
+        holds("offset2bag is a number for each index", in_bags),
+        same_dtype("indices", "offset2bag"),
+        within("indices", 0, rows),
+        within("offset2bag", 0, size("grad", 0)),
+        holds("the mode is 0, 1 or 2", lambda o: 0 <= o["mode"] <= 2),
+        holds("padding_idx is a row or -1", lambda o: -1 <= o["padding_idx"] < rows(o)),
+    )
+
+
+_BAG_SIZES_FIT = (
+    holds("bag_size has a number for each bag", lambda o: o["mode"] == 0 or o["bag_size"].numel() == o["grad"].shape[0]),
+    holds("maximum_indices have the shape of grad", lambda o: o["mode"] != 2 or o["maximum_indices"].shape == o["grad"].shape),
+    like("per_sample_weights", "indices"),
+    same_dtype("indices", "bag_size"),
+    same_dtype("grad", "per_sample_weights"),
+    holds("a gradient is dense", lambda o: not o.get("sparse", False)),
+)
+_OFFSETS_FIT = (
+    holds("offsets are a list", lambda o: o["offsets"].dim() == 1 and (o["offsets"].numel() > 0 or o["indices"].numel() == 0)),
+    same_dtype("indices", "offsets"),
+    ascending("offsets", size("indices", 0)),
+    holds("there are no more offsets than bags, and one", lambda o: o["offsets"].numel() <= o["grad"].shape[0] + 1),
+)
+
+
+def _segment_fault(o: Operands) -> str | None:
+    axis, data = o["axis"], o["data"]
+    cuts = o["lengths"] if o["lengths"] is not None else o["offsets"]
+    if not 0 <= axis < data.dim() or cuts is None or cuts.dim() != axis + 1 or cuts.shape[:axis] != data.shape[:axis]:
+        return "lengths or offsets have the dims of data before axis, and one more"
+    if o["lengths"] is None and cuts.shape[-1] == 0:
+        return "offsets begin with 0"
+    return None
+
+
+_SEGMENTS_FIT = (
+    _segment_fault,
+    adds_up("lengths", lambda o: int(o["data"].shape[o["axis"]])),
+    ascending("offsets", lambda o: int(o["data"].shape[o["axis"]]), exactly=True),
+)
+
+
+def _reduced_segment_fault(o: Operands) -> str | None:
+    axis, data = o["axis"], o["data"]
+    cuts = o["lengths"].shape[-1] if o["lengths"] is not None else o["offsets"].shape[-1] - 1
+    wanted = (*data.shape[:axis], cuts, *data.shape[axis + 1 :])
+    fits = o["grad"].shape == o["output"].shape == wanted and o["grad"].dtype == o["output"].dtype == data.dtype
+    return None if fits else f"grad and output are {list(wanted)}, of the dtype of data"
+
+
+def _grouped_dim_size(o: Operands) -> int:
+    one, two = o["self"], o["mat2"]
+    return int(one.shape[0] if (one.dim(), two.dim()) == (2, 3) else two.shape[-1] if one.dim() == 3 else one.shape[-1])
+
+
+OPERATORS = declarations({
+    "_embedding_bag _embedding_bag_forward_only": Operator(_embedding_bag, bounds=rows_bound, preconditions=_BAG_FITS),
+    "_embedding_bag_backward": Operator(
+        _embedding_bag_backward,
+        preconditions=(*_bag_gradient_fits(operand("num_weights"), False), *_BAG_SIZES_FIT, *_OFFSETS_FIT),
+    ),
+    "_embedding_bag_dense_backward": Operator(
+        _embedding_bag_backward, preconditions=(*_bag_gradient_fits(operand("num_weights"), True), *_BAG_SIZES_FIT)
+    ),
+    "_embedding_bag_per_sample_weights_backward": Operator(
+        by_text("b! d, v! d, r!, o!, x! -> r! +d"),
+        preconditions=(
+            *_bag_gradient_fits(size("weight", 0), False),
+            *_OFFSETS_FIT,
+            holds("weight has the columns of grad", lambda o: o["weight"].dim() == 2 and o["weight"].shape[1] == o["grad"].shape[1]),
+            same_dtype("grad", "weight"),
+        ),
+    ),
+    "segment_reduce": Operator(_segment_reduce, preconditions=_SEGMENTS_FIT),
+    "_segment_reduce_backward": Operator(_segment_reduce_backward, preconditions=(*_SEGMENTS_FIT, _reduced_segment_fault)),
+    "_grouped_mm": Operator(_grouped_mm, flops=product_flops, preconditions=(ascending("offs", _grouped_dim_size),)),
+    "meshc.grouped_mm": Operator(by_text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT), linear=EITHER, flops=product_flops),
+    "meshc.grouped_outer": Operator(by_text("r! k, r! n, g! -> g! k n"), linear=EITHER, flops=product_flops),
+    "meshc.routed_mm": Operator(by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT), linear=EITHER, flops=product_flops),
+    "meshc.routed_outer": Operator(by_text("r k, r n, r -> g! k n +r", clean=(2,)), linear=EITHER, flops=product_flops),
+    "searchsorted.Tensor": Operator(_searchsorted),
+    "bucketize.Tensor": Operator(_bucketize, monotone=rises_in_first),
+})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument, reduce
 from meshc.rules.rule import Made, Rule, RuleFunction, integer, result_shapes, shape_of
 
@@ -106,15 +107,13 @@ def _quantile_of_all(node: Node, tensors: list[Node]) -> Rule:
     return reduce(node, tensors, None, False, None)
 
 
-RULES: dict[object, RuleFunction] = {
-    **{op: _extreme_place for op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)},
-    aten.sort.default: _sort_rule(1, -1),
-    aten.sort.stable: _sort_rule(2, -1),
-    aten.topk.default: _sort_rule(2, -1),
-    aten.median.default: _quantile_of_all,
-    aten.nanmedian.default: _quantile_of_all,
-    aten.median.dim: _quantile(1, 2),
-    aten.nanmedian.dim: _quantile(1, 2),
-    aten.mode.default: _quantile(1, 2),
-    aten.kthvalue.default: _quantile(2, 3),
-}
+OPERATORS = declarations({
+    "argmax argmin": Operator(_extreme_place, place_along=(1, None)),
+    "max.dim min.dim": Operator(_extreme_place, place_along=(1, -1)),
+    "sort": Operator(_sort_rule(1, -1), place_along=(1, -1)),
+    "argsort": Operator(place_along=(1, -1)),
+    "sort.stable topk": Operator(_sort_rule(2, -1), place_along=(2, -1)),
+    "median nanmedian": Operator(_quantile_of_all),
+    "median.dim nanmedian.dim mode": Operator(_quantile(1, 2)),
+    "kthvalue": Operator(_quantile(2, 3)),
+})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.fx import Node
@@ -23,8 +23,9 @@ from meshc.ir import operands, value_of
 from meshc.ir.window import Window
 from meshc.rules import convolution, layout, pooling
 from meshc.rules.layout import dims_of
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+from meshc.rules.rule import ALONE, ONE, Relation, Rule, RuleFunction, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -88,12 +89,17 @@ def pad_windows(amounts: Sequence[int], rank: int) -> dict[int, tuple[int, int]]
     return {rank - 1 - i: (-before, 1) for i, (before, after) in enumerate(pairs) if before or after}
 
 
-def _crop_rule(node: Node, tensors: list[Node]) -> Rule:
+def _crop(plain: Callable[[Local], Node]) -> RuleFunction:
+    """The rule of a slice, slice gradient or padding; `plain` lowers a call without split windows."""
+    return lambda node, tensors: _crop_rule(node, tensors, plain)
+
+
+def _crop_rule(node: Node, tensors: list[Node], plain: Callable[[Local], Node]) -> Rule:
     found = crop_of(node)
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     inside = dims_of("d", source)
     out = tuple(ONE if size == 1 else f"o{dim}" if dim in found.dims else inside[dim] for dim, size in enumerate(target))
-    lower = _lower(found.windows, found.value)
+    lower = _lower(found.windows, found.value, plain)
     kind = "layout" if found.value == 0 else "compute"
     shrinks = sum(target) < sum(source)
     if not found.dims:
@@ -142,10 +148,6 @@ def _siblings_tile_dim(node: Node) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------------- beside windows
 
-WINDOWED = {*convolution.RULES, *pooling.WINDOWED}
-"""Operators whose spatial dims, from the third on, are split by windows."""
-
-
 def beside_windows(node: Node, dims: Iterable[int]) -> bool:
     """Whether these dims of a crop are spatial dims of a windowed operator, with only crops, transpositions and casts in between."""
     return all(_is_window_result(operands(node)[0], dim) or _is_window_operand(node, dim) for dim in dims)
@@ -179,9 +181,9 @@ def _is_window_operand(node: Node, dim: int) -> bool:
 
 def _map_dim(node: Node, dim: int, back: bool) -> int | None:
     """The result's dim for a dim of the operand (or `back`), for a transposition, crop or cast; None for other operators."""
-    if node.target in RULES or node.target in layout.SAME:
+    if node.target in OPERATORS or node.target in layout.SAME:
         return dim
-    if layout.RULES.get(node.target) is not layout.permute:
+    if node.target not in layout.PERMUTATIONS:
         return None
     order = layout.order_of(node)
     return order[dim] if back else order.index(dim)
@@ -190,12 +192,12 @@ def _map_dim(node: Node, dim: int, back: bool) -> int | None:
 # -------------------------------------------------------------------------------------------------------------------------- lowering
 
 
-def _lower(windows: Mapping[int, tuple[int, int]], value: float) -> Callable[[Local], Node]:
+def _lower(windows: Mapping[int, tuple[int, int]], value: float, plain: Callable[[Local], Node]) -> Callable[[Local], Node]:
     """A halo along dims that are split by windows; otherwise the operator itself, on tiles."""
 
     def lower(local: Local) -> Node:
         split = [dim for dim in windows if f"o{dim}" in local.rule.windows and local.axes(f"o{dim}")]
-        return _lower_split(local, windows, split, value) if split else PLAIN[local.node.target](local)
+        return _lower_split(local, windows, split, value) if split else plain(local)
 
     return lower
 
@@ -253,10 +255,12 @@ def _lower_slice_backward(local: Local) -> Node:
     return local.emit(aten.slice_backward.default, grad, list(shape), dim, start, min(end, shape[dim]), step)
 
 
-PLAIN: Mapping[object, Callable[[Local], Node]] = {
-    aten.slice.Tensor: _lower_slice,
-    aten.narrow_copy.default: _lower_slice,
-    aten.slice_backward.default: _lower_slice_backward,
-    aten.constant_pad_nd.default: lambda local: local.call(*local.operands),
-}
-RULES: dict[object, RuleFunction] = dict.fromkeys(PLAIN, _crop_rule)
+WINDOWED: Final = {**convolution.OPERATORS, **pooling.WINDOWED}
+"""Operators whose spatial dims, from the third on, are split by windows."""
+
+OPERATORS = declarations({
+    "slice.Tensor": Operator(_crop(_lower_slice), moves=True, cheap=True),
+    "narrow_copy": Operator(_crop(_lower_slice)),
+    "slice_backward": Operator(_crop(_lower_slice_backward)),
+    "constant_pad_nd": Operator(_crop(lambda local: local.call(*local.operands)), affine=ALONE, cheap=True),
+})

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.rules.rule import Rule, RuleFunction, integer, shape_of
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.preconditions import holds, like
+from meshc.rules.rule import ALONE, Rule, integer, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -66,10 +68,18 @@ def _lower_log_softmax_backward(local: Local) -> Node:
     return local.emit(aten.sub.Tensor, grad, local.emit(aten.mul.Tensor, local.emit(aten.exp.default, out), total))
 
 
-RULES: dict[object, RuleFunction] = {
-    aten._softmax.default: _softmax,
-    aten._safe_softmax.default: _softmax,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
-}
+_OUTPUT_FITS = (
+    like("output", "grad_output"),
+    holds("input_dtype is that of grad_output", lambda o: o["input_dtype"] == o["grad_output"].dtype),
+)
+
+
+OPERATORS = declarations({
+    "_softmax": Operator(_softmax, any_order=True, cheap=True),
+    "_safe_softmax": Operator(_softmax),
+    "_softmax_backward_data": Operator(_softmax_backward, linear=ALONE, any_order=True, preconditions=_OUTPUT_FITS),
+    "_log_softmax": Operator(_log_softmax, any_order=True, cheap=True),
+    "_log_softmax_backward_data": Operator(
+        _log_softmax_backward, linear=ALONE, any_order=True, preconditions=_OUTPUT_FITS
+    ),
+})

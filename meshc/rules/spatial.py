@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import floor, isfinite
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.fx import Node
 
+from meshc.rules.monotone import rises_in_first
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.pooling import indices_fit
+from meshc.rules.preconditions import Operands, gives, like, same_dtype
 from meshc.rules.rule import ALONE, Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -81,33 +86,64 @@ def _lower_affine_grid(local: Local) -> Node:
     return local.emit(local.node.target, local.operands[0], [local.out_shape(0)[0], *size[1:]], *local.node.args[2:], **local.node.kwargs)
 
 
-PADS = {
-    1: (aten.reflection_pad1d, aten.replication_pad1d),
-    3: (aten.reflection_pad3d, aten.replication_pad3d),
-}
-PADS_BACKWARD = {
-    1: (aten.reflection_pad1d_backward, aten.replication_pad1d_backward),
-    2: (aten.reflection_pad2d_backward, aten.replication_pad2d_backward),
-    3: (aten.reflection_pad3d_backward, aten.replication_pad3d_backward),
-}
-POOLS = {
-    1: (aten.avg_pool1d, aten.adaptive_avg_pool1d, aten.max_pool1d),
-    2: (aten.max_unpool2d, aten.adaptive_max_pool2d_backward, aten._upsample_bilinear2d_aa),
-    3: (aten.max_unpool3d, aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
-}
-RESIZES = {
-    1: (aten.upsample_nearest1d, aten._upsample_nearest_exact1d, aten.upsample_linear1d),
-    2: (aten.upsample_bicubic2d, aten._upsample_bicubic2d_aa),
-    3: (aten.upsample_nearest3d, aten._upsample_nearest_exact3d, aten.upsample_trilinear3d),
-}
+def scale_fault(o: Operands) -> str | None:
+    """Kernels that smooth look for the pixels of an output at its index over the scale, wherever that is."""
+    before = o["input_size"] if "input_size" in o else o["self"].shape
+    for dim, name in ((-2, "scales_h"), (-1, "scales_w")):
+        scale, made = o[name], o["output_size"][dim]
+        if scale is not None and (not isfinite(scale) or floor(before[dim] * scale) != made):
+            return f"{name} {scale} does not make {made} of {before[dim]}"
+    return None
 
-RULES: dict[object, RuleFunction] = {
-    **{op.default: _space(count) for family in (PADS, PADS_BACKWARD, POOLS, RESIZES) for count, ops in family.items() for op in ops},
-    aten.im2col.default: _columns,
-    aten.col2im.default: _columns,
-    aten.affine_grid_generator.default: _affine_grid,
-    aten.grid_sampler_2d.default: _grid(2),
-    aten.grid_sampler_3d.default: _grid(3),
-    aten.grid_sampler_2d_backward.default: _grid_backward(2),
-    aten.grid_sampler_3d_backward.default: _grid_backward(3),
-}
+
+FARTHEST: Final = 1e9
+"""Of a place in an image, whose sides are at 1 and -1: kernels make an index of it, and one of NaN or infinity is anywhere."""
+
+
+def _grid_fault(o: Operands) -> str | None:
+    grid = o["grid"]
+    near = grid.is_meta or bool((grid.abs() <= FARTHEST).all())
+    return None if near else f"grid holds what is no place: all lie within {FARTHEST:.0e} of the middle"
+
+
+def _pad_gradient(kind: str, count: int) -> Operator:
+    forward = getattr(aten, f"{kind}_pad{count}d").default
+    fits = gives(forward, "grad_output", "self", "padding"), same_dtype("grad_output", "self")
+    return Operator(_space(count), linear=ALONE, preconditions=fits)
+
+
+def _grid_gradient(count: int) -> Operator:
+    forward = getattr(aten, f"grid_sampler_{count}d").default
+    fits = (
+        gives(forward, "grad_output", "input", "grid", "interpolation_mode", "padding_mode", "align_corners"),
+        same_dtype("grad_output", "input", "grid"),
+        _grid_fault,
+    )
+    return Operator(_grid_backward(count), preconditions=fits)
+
+
+OPERATORS = declarations({
+    "avg_pool1d adaptive_avg_pool1d max_pool1d": Operator(_space(1)),
+    "adaptive_max_pool2d_backward": Operator(_space(2), preconditions=indices_fit(2)),
+    "adaptive_max_pool3d": Operator(_space(3)),
+    "adaptive_max_pool3d_backward": Operator(_space(3), preconditions=indices_fit(3)),
+    "reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d": Operator(
+        _space(1), linear=ALONE, monotone=rises_in_first
+    ),
+    "reflection_pad3d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d": Operator(
+        _space(3), linear=ALONE, monotone=rises_in_first
+    ),
+    "max_unpool2d": Operator(_space(2), linear=ALONE, monotone=rises_in_first, preconditions=(like("indices", "self"),)),
+    "max_unpool3d": Operator(_space(3), linear=ALONE, monotone=rises_in_first, preconditions=(like("indices", "self"),)),
+    **{f"{kind}_pad{count}d_backward": _pad_gradient(kind, count) for kind in ("reflection", "replication") for count in (1, 2, 3)},
+    "upsample_linear1d": Operator(_space(1), linear=ALONE),
+    "upsample_bicubic2d": Operator(_space(2), linear=ALONE),
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": Operator(_space(2), linear=ALONE, preconditions=(scale_fault,)),
+    "upsample_trilinear3d": Operator(_space(3), linear=ALONE),
+    "im2col col2im": Operator(_columns),
+    "affine_grid_generator": Operator(_affine_grid, linear=ALONE),
+    "grid_sampler_2d": Operator(_grid(2), linear=ALONE),
+    "grid_sampler_3d": Operator(_grid(3), linear=ALONE),
+    "grid_sampler_2d_backward": _grid_gradient(2),
+    "grid_sampler_3d_backward": _grid_gradient(3),
+})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument, reduce
 from meshc.rules.rule import Rule, RuleFunction, dtype_of
 
@@ -132,15 +133,12 @@ def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> N
     return local.emit(aten.add.Tensor, local.emit(aten.log.default, local.all_reduce(total, axes, "sum")), peak)
 
 
-RULES: dict[object, RuleFunction] = {
-    aten.prod.default: _whole_result_rule(_prod, -1, -1),
-    aten.prod.dim_int: _whole_result_rule(_prod, 1, 2),
-    aten.var.correction: _whole_result_rule(_var, 1, 3),
-    aten.var.dim: _whole_result_rule(_var, 1, 3),
-    aten.std.correction: _whole_result_rule(_std, 1, 3),
-    aten.std.dim: _whole_result_rule(_std, 1, 3),
-    aten.linalg_vector_norm.default: _vector_norm(2, 3),
-    aten.norm.ScalarOpt_dim: _vector_norm(2, 3),
-    aten.norm.Scalar: _vector_norm(-1, -1),
-    aten.logsumexp.default: _whole_result_rule(_logsumexp, 1, 2),
-}
+OPERATORS = declarations({
+    "prod": Operator(_whole_result_rule(_prod, -1, -1)),
+    "prod.dim_int": Operator(_whole_result_rule(_prod, 1, 2)),
+    "var.correction var.dim": Operator(_whole_result_rule(_var, 1, 3), cheap=True),
+    "std.correction std.dim": Operator(_whole_result_rule(_std, 1, 3)),
+    "linalg_vector_norm norm.ScalarOpt_dim": Operator(_vector_norm(2, 3)),
+    "norm.Scalar": Operator(_vector_norm(-1, -1)),
+    "logsumexp": Operator(_whole_result_rule(_logsumexp, 1, 2)),
+})

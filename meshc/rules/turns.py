@@ -22,7 +22,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import turns as _operators  # noqa: F401 - registers in_turn
-from meshc.rules.rule import RuleFunction, einsum
+from meshc.rules.operator import Operator, declarations
+from meshc.rules.rule import einsum
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -73,4 +74,14 @@ def _in_turn(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join([text] * len(tensors))} -> {made}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {meshc.in_turn.default: _in_turn}
+def parts_of(node: Node) -> int:
+    """Number of parts of the rows of a turn's call, of which it takes one."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    parts = node.args[names.index("parts")]
+    assert isinstance(parts, int)
+    return parts
+
+
+OPERATORS = declarations({
+    "meshc.in_turn": Operator(_in_turn),
+})

@@ -23,18 +23,11 @@ import torch
 from torch.fx import Node
 
 from meshc.cost.flops import flops
-from meshc.ir import op_name, records, spmd
+from meshc.ir import records, spmd
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
 from meshc.rules.elementwise import is_pointwise
-
-CHEAP: Final = frozenset({
-    "aten.clone", "aten.expand", "aten._to_copy", "aten.cat", "aten.stack", "aten.slice", "aten.constant_pad_nd", "aten.arange",
-    "aten.full", "aten.zeros", "aten.ones", "aten.scalar_tensor", "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var",
-    "aten.var_mean", "aten.native_layer_norm", "aten.native_group_norm", "aten._softmax", "aten._log_softmax", "aten.tril", "aten.triu",
-    "meshc.dropout", "meshc.uniform", "meshc.normal", "meshc.take", "aten.select", "aten.repeat", "aten.flip", "aten.roll",
-})  # fmt: skip
-"""Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
+from meshc.rules.families import operator_of
 
 LITTLE: Final = "little"
 """No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute.py`)."""
@@ -66,17 +59,13 @@ AHEAD: Final = 8
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether an operator takes little beside a product."""
+    """Whether an operator takes little beside a product: those of `Operator.cheap`, pointwise ones, views, and per-rank functions (masks,
+    tiles, coordinates)."""
     if spmd.is_collective(node.target):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
-    return is_view(node) or is_pointwise(node) or _family(node) in CHEAP
-
-
-def _family(node: Node) -> str:
-    """`aten.slice` of `aten.slice.Tensor`."""
-    return ".".join(op_name(node).split(".")[:2])
+    return is_view(node) or is_pointwise(node) or operator_of(node.target).cheap
 
 
 def is_no_product(node: Node) -> bool:

@@ -22,7 +22,9 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Value
 from meshc.program.program import Port
-from meshc.rules.index_bounds import BOUNDS, MASKING, IndexBound, is_within_bound, origin
+from meshc.rules.families import operator_of
+from meshc.rules.index_bounds import bounds_of, is_within_bound, origin
+from meshc.rules.operator import IndexBound
 
 Key = tuple[object, IndexBound]
 
@@ -42,7 +44,7 @@ class IndexGuards:
         found: dict[Value, tuple[Instance, list[IndexBound]]] = {}
         known: dict[Value, bool] = {}
         for node in graph.nodes:
-            if node.op == "call_function" and node.target in BOUNDS:
+            if node.op == "call_function" and operator_of(node.target).bounds is not None:
                 instance = self.instances[node]
                 for bound in self._bounds(instance):
                     value = instance.values[bound.operand]
@@ -56,7 +58,7 @@ class IndexGuards:
     def checked_operands(self, instance: Instance, given: list[Node], clean: Callable[[int], Node]) -> list[Node]:
         """An operator's operands on a rank, with a check of each index not checked whole. `clean(i)`: operand i with its padding 0."""
         checked = list(given)
-        if instance.node.target in BOUNDS:
+        if operator_of(instance.node.target).bounds is not None:
             for bound in self._bounds(instance):
                 if instance.values[bound.operand] not in self.whole:
                     key = (given[bound.operand], bound)
@@ -76,11 +78,10 @@ class IndexGuards:
         if records(node)[0].phase != "forward":
             return []
         split = any(letter == "v" and axes for (letter, _), axes in self.assignment.chosen.get(node, {}).items())
-        if self.on_device and not split and node.target not in MASKING:
+        if self.on_device and not split and not operator_of(node.target).ignores_outside:
             return []
         tensors = operands(node)
-        found = BOUNDS[node.target](node, tensors)
-        return [bound for bound in found if bound.high > 0 and not is_within_bound(tensors[bound.operand], bound)]
+        return [bound for bound in bounds_of(node, tensors) if bound.high > 0 and not is_within_bound(tensors[bound.operand], bound)]
 
     def _of_whole_inputs(self, value: Value, known: dict[Value, bool]) -> bool:
         """Whether every rank can compute a whole value without communication: from inputs, buffers and constants that are not split."""

@@ -33,7 +33,7 @@ from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plai
 from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
 from meshc.passes.place.zigzag_values import in_any_order
 from meshc.program.program import Port
-from meshc.rules.index_bounds import IndexBound
+from meshc.rules.operator import IndexBound
 from meshc.rules.rule import Made
 
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 from torch import nn
 from torch.fx import Node
 
-from meshc.cost.flops import COUNTS, flops
+from meshc.cost.flops import flops, is_product
 from meshc.errors import PlanError
-from meshc.ir import Record, op_name, records
+from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
@@ -193,7 +193,7 @@ def _idle(placed: PlacedModel, layers: set[str]) -> list[tuple[str, str, Node]]:
     found = []
     for node, chosen in placed.require_assignment().chosen.items():
         record = records(node)[0]
-        if record.source.module in layers and record.phase == "forward" and op_name(node) in COUNTS:
+        if record.source.module in layers and record.phase == "forward" and is_product(node):
             used = {axis for axes in chosen.values() for axis in axes}
             found += [(record.source.module, axis, node) for axis, size in placed.sizes.items() if size > 1 and axis not in used]
     return found

@@ -25,8 +25,8 @@ from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.written_out import written_out
 from meshc.program.program import Port
-from meshc.rules.index_bounds import BOUNDS, origin
-from meshc.rules.slices import RULES as CROPS
+from meshc.rules.index_bounds import bounds_of, origin
+from meshc.rules.slices import OPERATORS as CROPS
 
 Labels = Mapping[str, Sequence[str | None]]
 BATCH = "batch"
@@ -94,7 +94,7 @@ def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims)
 def _indices(instance: Instance) -> Iterator[tuple[Node, set[int]]]:
     """The indices that an operator reads or writes by, each with the classes of the dim that it indexes."""
     node = instance.node
-    bounds = [one for one in BOUNDS[node.target](node, operands(node)) if one.operand] if node.target in BOUNDS else []
+    bounds = [one for one in bounds_of(node, operands(node)) if one.operand]
     dims = [tokens for tokens in instance.operands[0] if any(letter.startswith("v") for letter, _ in tokens)] if bounds else []
     if len(bounds) == 1:
         dims = [tuple(token for tokens in dims for token in tokens)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from meshc.cost.flops import COUNTS
+from meshc.cost.flops import is_product
 from meshc.errors import PlanError
 from meshc.ir import op_name, records, value_of
 from meshc.ir.graph import placeholders as entering
@@ -24,7 +24,7 @@ from meshc.passes.phases.request import JoinedInputs
 from meshc.passes.place.batch import BATCH, find_batch
 from meshc.passes.place.written_out import written_out
 from meshc.program.program import Port
-from meshc.rules.slices import RULES as CROPS
+from meshc.rules.slices import OPERATORS as CROPS
 
 TOKENS = 2
 """The token dim of a cache [rows, heads, tokens, head]."""
@@ -302,7 +302,7 @@ def _feed_forward(found: FactorNames, factors: Factors, inputs: Sequence[Node]) 
 def _features(found: FactorNames, factors: Factors) -> None:
     """`features` is a second name of all classes that products contract or produce, except batch and sequence; the region `products` has
     all of them."""
-    found.products = {node for node in factors.instances if op_name(node) in COUNTS}
+    found.products = {node for node in factors.instances if is_product(node)}
     for product in _products(factors):
         for factor in (*product.into, *product.out):
             if found.of.get(factor) not in ("batch", "seq"):

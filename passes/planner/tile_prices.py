@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc.cost import roofline as roofline
 from meshc.cost.devices import Device
-from meshc.cost.flops import flops
+from meshc.cost.flops import flops, is_attention
 from meshc.ir import leaves, op_name, records
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import tile_sizes
@@ -26,6 +26,7 @@ from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.planner.fold import constant_arguments
 from meshc.passes.planner.search_space import Axes, DecidedValue, Floats, Option
 from meshc.program import packing
+from meshc.rules.families import operator_of
 
 
 @dataclass
@@ -46,7 +47,7 @@ class OperatorPrices:
         instance = self.factors.instances[node]
         tokens = [token for token in instance.size if token in labels]
         rule = instance.rule
-        if (rule.lower is not None and rule.first is None) or op_name(node) in roofline.ATTENTION:
+        if (rule.lower is not None and rule.first is None) or is_attention(node):
             return np.array(
                 [self._lowered_seconds(instance, {token: option.axes[labels[token]] for token in tokens}) for option in options]
             )
@@ -81,9 +82,10 @@ class OperatorPrices:
     def _moved_bytes(self, instance: Instance, part: Mapping[Token, Floats | float]) -> Floats | float:
         node = instance.node
         made: Floats | float = sum(_value_bytes(node, index) * tile_share(dims, part) for index, dims in enumerate(instance.results))
-        if op_name(node) in roofline.MAKE_NOTHING:
+        operator = operator_of(node.target)
+        if operator.uninitialised:
             made = 0.0
-        total, picked = made, roofline.GATHERS.get(op_name(node))
+        total, picked = made, 0 if operator.gathers else None
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             if value in instance.values[:index]:
                 continue

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
-from meshc.rules.linear_operators import overloads
-from meshc.rules.losses import MEAN, PLACES, reduction_of
+from meshc.rules.families import operator_of
+from meshc.rules.losses import MEAN, loss, reduction_of
 from meshc.rules.partial import deferrals
 from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
 
-MEANS = overloads("mean mean.dim")
+MEANS = (torch.ops.aten.mean.default, torch.ops.aten.mean.dim)
 EVERYWHERE = ("P(avg)", "P(max)", "P(min)")
 """What is whole on every rank is its own mean, maximum and minimum over the ranks."""
 Dims = tuple[tuple[tuple[str, int], ...], ...]
@@ -32,7 +33,7 @@ def placements(sample: Sample) -> set[Combination]:
 
 def averages_parts(node: Node) -> bool:
     """Whether what the rule sums, each rank's part divided by the size of the whole, is the average of what equal parts give."""
-    return node.target in MEANS or node.target in PLACES and reduction_of(node) == MEAN
+    return node.target in MEANS or operator_of(node.target).rule is loss and reduction_of(node) == MEAN
 
 
 def _split(one: OneOp, token: tuple[str, int]) -> Combination | None:

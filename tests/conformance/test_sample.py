@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from meshc.rules import reduction
+from meshc.rules.operator import Operator
 from meshc.rules.rule import Rule
 from tests.broad import broad
 from tests.conformance.run import EXACT, WRONG, Conformance
@@ -42,7 +43,7 @@ def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         found = reduction._mean(node, tensors)
         return Rule(found.operands, found.results, found.sums)
 
-    monkeypatch.setitem(reduction.RULES, torch.ops.aten.mean.dim, mean_of_local_means)
+    monkeypatch.setitem(reduction.OPERATORS, torch.ops.aten.mean.dim, Operator(mean_of_local_means))
     row: dict[str, Any] = Conformance().run("mean", ENTRIES["mean"], count=6)
     assert row["status"] == WRONG
     assert "aten.mean.dim" in row["wrong"][0]

@@ -97,6 +97,7 @@ from torch.fx import Node
 from meshc.rules import FAMILIES
 from meshc.rules import statistics
 from meshc.rules.local import Local
+from meshc.rules.operator import Operator
 from meshc.rules.reduction import argument, reduce
 from meshc.rules.rule import Rule
 from meshc.rules.statistics import _mask_padding
@@ -108,8 +109,8 @@ aten = torch.ops.aten
 def splits(rule):
     "By the page's three samples; what is wrong raises."
     for family in FAMILIES:
-        family.RULES.pop(aten.logsumexp.default, None)
-    FAMILIES[0].RULES[aten.logsumexp.default] = rule
+        family.OPERATORS.pop(aten.logsumexp.default, None)
+    FAMILIES[0].OPERATORS[aten.logsumexp.default] = Operator(rule)
     return [prove(call) for call in SAMPLES[aten.logsumexp.default][:3]]
 """
 
@@ -200,7 +201,7 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Scene("add-a-rule.md", (7,), before="""
 import torch
 from meshc.ir.window import Window
-from meshc.rules.convolution import RULES
+from meshc.rules.convolution import OPERATORS
 from meshc.rules.rule import einsum
 from meshc.testing.brute_force import Sample, build
 from tests.rules.samples import f
@@ -209,10 +210,11 @@ convolution = torch.ops.aten.convolution.default
 one = build(Sample(convolution, (f(2, 3, 8), f(4, 3, 3), None, [2], [1], [1], False, [0], 1)))
 node, tensors, _lower = one.node, [node for node in one.graph.nodes if node.op == "placeholder"], None
 """, after="""
-assert RULES[convolution](node, tensors).windows == {"y0": ("x0", Window(stride=2, offset=-1, span=3))}, "as the page says"
+assert OPERATORS[convolution].rule(node, tensors).windows == {"y0": ("x0", Window(stride=2, offset=-1, span=3))}, "as the page says"
 """),
     Scene("add-a-rule.md", (8,), before=STATISTICS, after="assert splits(_logsumexp) == [5, 5, 5]"),
-    Scene("add-a-rule.md", (10,), before=STATISTICS, after="assert splits(statistics._finished(_logsumexp, 1, 2)) == [11, 19, 16]"),
+    Scene("add-a-rule.md", (10,), before=STATISTICS,
+          after="assert splits(statistics._whole_result_rule(_logsumexp, 1, 2)) == [11, 19, 16]"),
     Scene("architecture.md", (0,), after="assert program.plan"),
     Scene("cost-model.md", (0,), before=STEP + """
 mesh = meshc.Mesh("dp=2,tp=2")
@@ -360,5 +362,6 @@ QUOTED: Final = {
     ("add-a-rule.md", 9): "meshc/rules/statistics.py",
     ("add-a-rule.md", 11): "tests/rules/samples/reduction.py",
     ("add-a-rule.md", 12): "tests/rules/test_rules.py",
+    ("add-a-rule.md", 13): "meshc/rules/routed_experts.py",
 }
 """Blocks that stand so in a file: page and number, and the file."""

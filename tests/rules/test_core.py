@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshc.passes.trace.decompositions import decompositions
-from meshc.rules import FAMILIES, elementwise
+from meshc.rules import operator_of
 from meshc.text.allowed_operators import refusal
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def overloads() -> list[Any]:
 
 
 def has_rule(op: Any) -> bool:
-    return any(op in family.RULES for family in FAMILIES) or op in elementwise.UNTAGGED or torch.Tag.pointwise in op.tags
+    return operator_of(op).rule is not None or operator_of(op).pointwise or torch.Tag.pointwise in op.tags
 
 
 def reaches_rules(op: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.mesh import Mesh
-from meshc.rules import FAMILIES, convolution, elementwise, partial, pooling, reduction, slices
+from meshc.rules import FAMILIES, convolution, operator_of, pooling, reduction, slices
 from meshc.rules.rule import ALONE, Rule, einsum, pointwise
 from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run_on_ranks
 from tests.broad import broad
@@ -40,7 +40,7 @@ NO_TENSOR = {"aten.equal.default"}
 
 
 def test_every_rule_has_a_sample() -> None:
-    ruled = {op for family in FAMILIES for op in family.RULES} | elementwise.UNTAGGED
+    ruled = {op for family in FAMILIES for op, found in family.OPERATORS.items() if found.rule or found.pointwise}
     assert sorted(str(op) for op in ruled - set(SAMPLES)) == []
 
 
@@ -374,6 +374,12 @@ SLOW = (
 )  # fmt: skip
 
 
+def plant(monkeypatch: pytest.MonkeyPatch, op: Any, **facts: Any) -> None:
+    """Changes an operator's record."""
+    family = next((family for family in FAMILIES if op in family.OPERATORS), FAMILIES[0])
+    monkeypatch.setitem(family.OPERATORS, op, replace(operator_of(op), **facts))
+
+
 @pytest.mark.parametrize(
     ("wrong", "op", "number"), [(broad if one[0] in SLOW else pytest.param)(*one, id=one[0].__name__) for one in PLANTED]
 )
@@ -381,9 +387,7 @@ def test_a_planted_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: 
     call = SAMPLES[op][number] if SAMPLES.get(op) else pointwise_sample(op)
     assert call is not None
     prove(call)
-    for family in FAMILIES:
-        monkeypatch.delitem(family.RULES, op, raising=False)
-    monkeypatch.setitem(FAMILIES[0].RULES, op, wrong)
+    plant(monkeypatch, op, rule=wrong)
     with pytest.raises((AssertionError, RuntimeError)):
         prove(call)
 
@@ -393,6 +397,6 @@ def test_a_planted_wrong_deferral_is_caught(monkeypatch: pytest.MonkeyPatch, op:
     """Averages do not pass through what is not affine."""
     call = pointwise_sample(op)
     assert call is not None
-    monkeypatch.setitem(partial.AFFINE, op, ((0,),))
+    plant(monkeypatch, op, affine=((0,),))
     with pytest.raises(AssertionError, match="avg"):
         prove(call)

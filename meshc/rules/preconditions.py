@@ -1,12 +1,15 @@
-"""Preconditions of operands by name, each a function that returns None or a message.
+"""Preconditions of kernels that do not check their operands: conditions on operands by name, each None or the words that say what is wrong.
 
     like("indices", "grad_output")                          the one has the other's shape
     within("indices", 0, elements("self", 2))               integers from 0 up to, not including, the size of self's last two dims
     gives(aten.max_pool2d_with_indices.default, "grad_output", "self", "kernel_size", ...)
                                                             an operator makes of the operands a value of the gradient's shape
 
-Rules of shapes hold on meta tensors as well, and are asked before anything runs; rules of values are for real ones. A rule that cannot be
-asked of such operands raises, and does not hold (`trusting.fault`).
+Conditions on shapes hold on meta tensors as well, and are asked before anything runs; conditions on values are for real ones. A condition
+that cannot be asked of such operands raises, and does not hold (`meshc/check/unchecked_kernels.py`).
+
+Which kernels need them was found by calling every operator that a program may name with operands of every kind between pages that cannot be
+read (`tests/attack`). An operator without preconditions looks at shapes and values itself, or walks its operands by their own sizes.
 """
 
 from __future__ import annotations
@@ -21,30 +24,30 @@ from torch import Tensor
 from meshc.private import OpOverload
 
 Operands: TypeAlias = Mapping[str, Any]
-Rule: TypeAlias = Callable[[Operands], str | None]
+Precondition: TypeAlias = Callable[[Operands], str | None]
 Number: TypeAlias = int | Callable[[Operands], int]
 
 
-def holds(words: str, test: Callable[[Operands], bool]) -> Rule:
-    """A rule of shapes in words of its own."""
+def holds(words: str, test: Callable[[Operands], bool]) -> Precondition:
+    """A condition on shapes in words of its own."""
     return lambda o: None if test(o) else words
 
 
-def like(name: str, other: str) -> Rule:
+def like(name: str, other: str) -> Precondition:
     return holds(f"{name} has the shape of {other}", lambda o: o[name] is None or o[name].shape == o[other].shape)
 
 
-def leading(name: str, other: str, space: int) -> Rule:
+def leading(name: str, other: str, space: int) -> Precondition:
     """Both have the same dims before the last `space`."""
     words = f"{name} and {other} have the same dims but for the last {space}"
     return holds(words, lambda o: o[name].dim() == o[other].dim() > space and o[name].shape[:-space] == o[other].shape[:-space])
 
 
-def same_dtype(*names: str) -> Rule:
+def same_dtype(*names: str) -> Precondition:
     return holds(f"{', '.join(names)} have one dtype", lambda o: len({o[name].dtype for name in names if o[name] is not None}) <= 1)
 
 
-def gives(forward: OpOverload, name: str, *operands: str) -> Rule:
+def gives(forward: OpOverload, name: str, *operands: str) -> Precondition:
     def shape(o: Operands) -> torch.Size:
         given = [o[operand].to("meta") if isinstance(o[operand], Tensor) else o[operand] for operand in operands]
         found: Tensor | Sequence[Tensor] = forward(*given)
@@ -65,10 +68,10 @@ def operand(name: str) -> Callable[[Operands], int]:
     return lambda o: int(o[name])
 
 
-def within(name: str, low: Number, below: Number) -> Rule:
-    """Numbers of a tensor, or of a list, lie from `low` up to, not including, `below`; NaN does not."""
+def within(name: str, low: Number, below: Number) -> Precondition:
+    """Numbers of a tensor, or of a list, are from `low` up to, not including, `below`; NaN is not."""
 
-    def rule(o: Operands) -> str | None:
+    def condition(o: Operands) -> str | None:
         given = o[name]
         if given is None or isinstance(given, Tensor) and (given.is_meta or given.numel() == 0):
             return None
@@ -82,13 +85,13 @@ def within(name: str, low: Number, below: Number) -> Rule:
         wrong = largest if smallest >= least else smallest
         return f"{name} holds {wrong}, where {least} to {past - 1} are possible"
 
-    return rule
+    return condition
 
 
-def ascending(name: str, end: Number, exactly: bool = False) -> Rule:
+def ascending(name: str, end: Number, exactly: bool = False) -> Precondition:
     """Offsets along the last dim: none falls, the first is 0 or more, the last is `end` at most, or `exactly`."""
 
-    def rule(o: Operands) -> str | None:
+    def condition(o: Operands) -> str | None:
         given = o[name]
         if given is None or given.is_meta or given.numel() == 0:
             return None
@@ -100,13 +103,13 @@ def ascending(name: str, end: Number, exactly: bool = False) -> Rule:
             return f"{name} are offsets that do not rise from 0 to {last}"
         return None
 
-    return rule
+    return condition
 
 
-def adds_up(name: str, total: Number) -> Rule:
+def adds_up(name: str, total: Number) -> Precondition:
     """Lengths along the last dim, none below 0."""
 
-    def rule(o: Operands) -> str | None:
+    def condition(o: Operands) -> str | None:
         given = o[name]
         if given is None or given.is_meta:
             return None
@@ -114,13 +117,13 @@ def adds_up(name: str, total: Number) -> Rule:
         fits = given.numel() == 0 or (0 <= int(given.min()) and int(given.max()) <= whole and bool((given.sum(-1) == whole).all()))
         return None if fits else f"{name} are lengths that do not add up to {whole}"
 
-    return rule
+    return condition
 
 
-def divides(left: str, right: str) -> Rule:
+def divides(left: str, right: str) -> Precondition:
     """Integer division of the least number by -1 has no result, and the processor ends the process over it."""
 
-    def rule(o: Operands) -> str | None:
+    def condition(o: Operands) -> str | None:
         a, b = (value if isinstance(value, Tensor) else torch.tensor(value) for value in (o[left], o[right]))
         if a.is_meta or b.is_meta or torch.promote_types(a.dtype, b.dtype).is_floating_point or a.numel() == 0 or b.numel() == 0:
             return None
@@ -131,4 +134,4 @@ def divides(left: str, right: str) -> Rule:
             return f"{left} holds {least}, which -1 in {right} does not divide"
         return None
 
-    return rule
+    return condition
