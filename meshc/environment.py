@@ -12,8 +12,8 @@
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
     TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_USE_AGENT_STORE, GROUP_WORLD_SIZE    likewise (meshc.runtime.failure.failed_rank)
 
-Variables that a model's code reads (meshc.frontend.dependencies), and those of others that ranks compare (meshc.runtime.agreement.agreed),
-are read by `variable`.
+Variables that a model's code reads (meshc.frontend.dependencies), and those of others that ranks compare
+(meshc.runtime.agreement.descriptions), are read by `variable`.
 """
 
 from __future__ import annotations

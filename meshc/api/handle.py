@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
     pretrained, rebalancing, saving = (LazyModule(f"meshc.api.{name}") for name in ("pretrained", "rebalancing", "saving"))
-    explained, html, page, search_tables, summary = (
+    explanation, html, page, search_tables, summary = (
         LazyModule(f"meshc.report.{name}") for name in ("explanation", "html", "page", "search_tables", "summary")
     )
     call_timeline, draw = LazyModule("meshc.cost.call_timeline"), LazyModule("meshc.pipelining.draw")

@@ -1,11 +1,12 @@
 """Predicted timeline of one call of a program: its stages and transfers on each rank.
 
-    rank 0  |before|F0.0|F0.1|      |B0.0|  |B0.1|       |after|        after: begins on all ranks when the last of them is there,
+    rank 0  |before|F0.0|F0.1|      |B0.0|  |B0.1|       |after|        after: starts on all ranks once the last of them is ready,
     rank 1  |before|     |F1.0|B1.0|F1.1|B1.1|           |after|        if the ranks exchange anything in it
 
-The microbatches are played as `timing.simulate` does. What starts within one of them is on its way beside it, and waited for where the
-stage after it first reads it; what prepares it counts with that stage. A parameter that another rank owns arrives before that rank begins,
-although what the rank runs first may not read it. A program without pipeline stages has one row, since all its ranks are alike.
+The microbatches run as in `timing.simulate`. A collective that starts within a microbatch overlaps with it, and is waited for where the
+final stage first reads its result; its preparation counts with the final stage. A parameter that another rank owns arrives before the
+receiving rank starts, although its first stage may not read the parameter. A program without pipeline stages has one row, since all its
+ranks run the same.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from meshc.pipelining.timing import Event, Timeline, simulate
 from meshc.program.program import PlainProgram, Stage
 
 MODES: Final = {"step": "training step", "autograd": "forward and backward", "forward": "forward"}
-"""What a program's mode is called."""
+"""Printed name of each mode of a program."""
 
 
 def predict_timeline(program: PlainProgram, device: Device | None = None) -> Timeline:
-    """One call; by default on the mesh's device. Of a pipeline a row is a rank of its axis: ranks along other axes are alike."""
+    """The timeline of one call, by default on the mesh's device. In a pipeline each row is a rank of the pipeline axis."""
     device = device or for_mesh(program.mesh)
     pipeline = program.pipeline
     if pipeline is None:
@@ -54,8 +55,8 @@ def predict_timeline(program: PlainProgram, device: Device | None = None) -> Tim
 
 
 def _one_after_another(program: PlainProgram, device: Device) -> Iterator[Event]:
-    """The schedule of a program without pipeline stages. What is added to sums, and prepared for what starts early, counts with the run
-    before it."""
+    """The schedule of a program without pipeline stages. Accumulation of sums, and preparation of collectives that start early, count
+    with the run before them."""
     run: InstructionCost | None = None
     end = 0.0
     for took in play_instructions(program, program.schedule, device):
@@ -69,7 +70,8 @@ def _one_after_another(program: PlainProgram, device: Device) -> Iterator[Event]
 
 
 def _final_stage_events(program: PlainProgram, rank: int, ready: float, actions: Sequence[Event], device: Device) -> Iterator[Event]:
-    """What a rank runs after the last microbatch, with what was prepared for that early. `actions`: when it ran what."""
+    """The final stage that a rank runs after the last microbatch, with the preparation of its early collectives. `actions`: the events of
+    the microbatches."""
     assert program.pipeline is not None
     stage = program.stages.get(f"after_{rank}")
     if stage is None:
@@ -93,7 +95,7 @@ def _final_stage_events(program: PlainProgram, rank: int, ready: float, actions:
 
 
 def _transfer_events(moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, int], wire: Link) -> list[Event]:
-    """Values that go once a call, one after another between two ranks. `ready`: when each rank posts its own."""
+    """Messages sent once a call, one after another between two ranks. `ready`: time at which each rank posts its messages."""
     free: dict[tuple[int, int], float] = {}
     found = []
     for move in moves:
@@ -105,7 +107,7 @@ def _transfer_events(moves: Sequence[Move], ready: Sequence[float], sizes: Mappi
 
 
 def _finish_times(events: Sequence[Event], least: Sequence[float]) -> list[float]:
-    """When each rank is done with these: with stages, and with what it receives."""
+    """Time at which each rank has finished its stages and received its messages; at least `least`."""
     ends = list(least)
     for event in events:
         if not (isinstance(event.instruction, CallTransfer) and event.instruction.op == "SEND"):

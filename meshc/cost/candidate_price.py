@@ -12,7 +12,7 @@ from meshc.program.program import PlainProgram
 
 
 def price_candidate(candidate: PlanCandidate, program: PlainProgram, device: Device) -> tuple[PlanCandidate, peak_memory.RankBytes]:
-    """A candidate with what its program takes, and what the rank holds that needs most."""
+    """The candidate with predicted seconds and bytes of its program, and the memory of the rank that needs most."""
     took, most = program_seconds(program, device), peak_memory.peak_rank(program)
     exposed = max(0.0, took.total - took.compute - took.idle)
     schedule = "" if program.pipeline is None else program.pipeline.schedule.name or "of your own"

@@ -17,16 +17,16 @@ from meshc.cost.device_fit import Sample
 from meshc.cost.devices import DTYPES, Device, Efficiency, Link, Processor, device, name_of, names, read_devices, write_devices
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
-"""The links that samples may be of."""
+"""Kinds of links that are measured."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What ranks have measured of their links.
+    """Measurements of the links between ranks.
 
-    samples     by where they lead (INSIDE, BETWEEN)
-    contention  seconds that computing loses for each that a collective beside it takes alone
-    uneven      how far apart ranks are that have computed for a second (`cost/stage_clock.py`)
+    samples     by kind of link (INSIDE, BETWEEN)
+    contention  seconds that computing loses per second of an overlapping collective's own time
+    uneven      seconds between ranks after one second of computing (`cost/stage_clock.py`)
     """
 
     samples: Mapping[str, Sequence[Sample]]
@@ -36,7 +36,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured device, and its figures with how well they fit, as rows of a table."""
+    """A measured device, and the rows of a table with its figures and the errors of their fits."""
 
     device: Device
     rows: Sequence[tuple[str, str, str]]
@@ -47,10 +47,10 @@ class Calibration:
 
 
 def calibrate(hardware: torch.device, measured: Links | None, path: Path) -> Calibration:
-    """Measure a device, with what ranks have measured of its links.
+    """Measure a device; `measured` are measurements of its links.
 
-    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's. So does all else of links if
-    nothing is measured.
+    A link without samples keeps the figures of an earlier calibration in `path`, or the table's. Without `measured`, so do all figures of
+    links.
     """
     name = "cpu" if hardware.type == "cpu" else name_of(torch.cuda.get_device_name(hardware))
     before = _before(name, hardware, path)
@@ -109,8 +109,8 @@ def calibrate(hardware: torch.device, measured: Links | None, path: Path) -> Cal
 
 
 def _on_the_host() -> tuple[Processor, tuple[str, str, str]]:
-    """What this rank has of its host's processors, while the others measure too; and its row of the table. `Device.there` takes cpu's share
-    of these figures, so they are given as peaks of it."""
+    """This rank's share of its host's processors, measured while the other ranks measure too, and a row of the table. The figures are
+    divided by the efficiency of `cpu`, since `Device.there` multiplies by it."""
     cpu, share = torch.device("cpu"), device("cpu").efficiency
     launch_s = microbenchmarks.overhead(cpu)
     memory, (products, _) = (
@@ -123,7 +123,7 @@ def _on_the_host() -> tuple[Processor, tuple[str, str, str]]:
 
 
 def keep(calibration: Calibration, path: Path) -> None:
-    """Write the measured device to a file, beside others that it has."""
+    """Write the measured device to a file; other devices in it stay."""
     others = read_devices(path) if path.exists() else {}
     write_devices({**others, calibration.device.name: calibration.device}.values(), path)
 
@@ -142,7 +142,7 @@ def _source(hardware: torch.device) -> str:
 
 
 def _memory_bytes(hardware: torch.device) -> float:
-    """A GPU's memory, or this rank's share of the machine's."""
+    """Bytes of a GPU's memory, or of this rank's share of the machine's."""
     if hardware.type == "cuda":
         return float(torch.cuda.get_device_properties(hardware).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / environment.local_world_size()

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of a collective over so many ranks, or of a `send` of one to another. `size`: bytes, as `cost.links.ways` has them."""
+    """Measured seconds of a collective over `ranks` ranks, or of a `send` between two. `size`: bytes, as in `cost.links.ways`."""
 
     kind: str
     ranks: int
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Product:
-    """Seconds of a product of matrices, with its multiplications and additions, and the bytes of its operands and its result."""
+    """Measured seconds of a matrix product, with its flops and the bytes of its operands and result."""
 
     flops: float
     moved: float
@@ -38,14 +38,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Fit:
-    """A figure, and the largest relative error of the predictions that it makes for what it was fitted to."""
+    """A fitted figure, and the largest relative error of its predictions for the points it was fitted to."""
 
     figure: float
     error: float
 
 
 def rate(points: Sequence[Point], overhead_s: float) -> Fit:
-    """Work a second where `seconds = overhead_s + work / rate`. Raises StateError if nothing took longer than the overhead."""
+    """Work per second, by `seconds = overhead_s + work / rate`. Raises StateError if no point took longer than the overhead."""
     usable = [(work, seconds) for work, seconds in points if seconds > overhead_s]
     if not usable:
         raise StateError(f"nothing of what was measured took longer than the overhead of {overhead_s} s; measure again on an idle machine")
@@ -55,8 +55,8 @@ def rate(points: Sequence[Point], overhead_s: float) -> Fit:
 
 
 def products(points: Sequence[Product], overhead_s: float) -> tuple[Fit, float]:
-    """Flops a second, and the seconds a byte that products move while they do not multiply:
-    `seconds = overhead_s + flops / rate + moved * a byte's`. Raises StateError if nothing took longer than the overhead."""
+    """(flops per second, seconds per byte that products move while they do not multiply), by
+    `seconds = overhead_s + flops / rate + moved * seconds per byte`. Raises StateError if no product took longer than the overhead."""
     rows = [[one.flops / one.seconds, one.moved / one.seconds, 1 - overhead_s / one.seconds] for one in points if one.seconds > overhead_s]
     per_flop, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64)) if rows else (0.0, 0.0)
     if per_flop <= 0:
@@ -69,11 +69,11 @@ ROUNDS: Final = 20
 
 
 def link(samples: Sequence[Sample]) -> tuple[Link, float, float]:
-    """The link whose predictions fit best, a collective's overhead beside its messages (s), and the largest relative error.
+    """(the link with the best fit, a collective's overhead beside its messages in seconds, the largest relative error).
 
-    Which way a collective takes depends on the link: they are chosen, fitted, and chosen again. What is made small is the squares of the
-    logarithms of predicted / measured, so that half is as wrong as twice, by weights from the round before. Raises StateError if larger
-    messages took no longer.
+    The algorithm of a collective depends on the link: algorithms are chosen, the link is fitted, and so on in rounds. The fit minimizes
+    squared logarithms of predicted / measured, so that half is as wrong as twice, with weights from the round before. Raises StateError
+    if larger messages took no longer.
     """
     overheads = [float(sample.kind != "send") for sample in samples]
     chosen = [ways(sample.kind, sample.ranks, sample.size)[0] for sample in samples]
@@ -98,7 +98,7 @@ def _logarithmic_mean(x: float, y: float) -> float:
 
 
 def _not_negative(rows: torch.Tensor) -> list[float]:
-    """x of the least |A x - b|, [A, b] = rows, where whatever came out negative is zero."""
+    """x that minimizes |A x - b|, [A, b] = rows, with negative entries set to zero."""
     kept = list(range(rows.shape[1] - 1))
     while True:
         found = torch.linalg.lstsq(rows[:, kept], rows[:, -1:], driver="gelsd").solution.flatten().tolist()

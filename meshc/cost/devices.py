@@ -1,6 +1,6 @@
 """Figures of devices and links, as data: the table in `devices.toml`, and what `meshc calibrate` has measured.
 
-    [h100]                                  what `meshc calibrate` writes for this user has the same form, and is asked first
+    [h100]                                  `meshc calibrate` writes a file of the same form for this user, which takes precedence
     memory_Bps = 3.35e12
     ...
     [h100.flops_per_s]
@@ -37,20 +37,20 @@ ANEW: Final = "put it right (docs/cost-model.md), or delete the file, and `meshc
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
 COSTS: Final = ("launch_s", "collective_s", "latency_s", "contention", "uneven", "product_moves")
-"""Figures that may be 0; so they are where a section leaves out one of"""
+"""Figures that may be 0."""
 TIMES: Final = ("contention", "uneven", "product_moves")
-"""these, which are"""
+"""Those of COSTS that a section may omit; their default is 0."""
 MOST_TIMES: Final = 100.0
-"""at most."""
+"""Largest value of the figures in TIMES."""
 LEAST, MOST = 1e-12, 1e24
-"""Of figures in the files; no device comes near either."""
+"""Bounds of figures in the files; no device comes near either."""
 MOST_CHARACTERS: Final = 1 << 20
-"""Of a file of devices."""
+"""Largest length of a file of devices."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: `latency_s` whatever its size, and its bytes at `bandwidth_Bps`, a rank's in one direction."""
+    """Cost of a message: `latency_s`, plus its bytes over `bandwidth_Bps`, the bandwidth of one rank in one direction."""
 
     latency_s: float
     bandwidth_Bps: float
@@ -58,7 +58,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fractions of the peaks that programs get. `attention`: of `flops_per_s`, what attention's kernels get."""
+    """Fractions of the peaks that programs achieve. `attention`: fraction of `flops_per_s` that attention kernels achieve."""
 
     flops: float = 1.0
     attention: float = 1.0
@@ -68,8 +68,8 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Processor:
-    """What of its host's processors is a rank's, for operators that run there: a share of the memory's bandwidth, floating-point
-    operations a second in any dtype, overhead of an operator."""
+    """A rank's share of its host's processors, for operators that run on the host: memory bandwidth, flops per second in any dtype,
+    overhead of an operator."""
 
     memory_Bps: float
     flops_per_s: float
@@ -78,22 +78,22 @@ class Processor:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device. Peaks as the table has them; `rate`, `bytes_per_s` and `links` are what can be had of them.
+    """One rank's device. Fields are peaks; `rate`, `bytes_per_s` and `links` return what programs achieve.
 
     flops_per_s     by dtype (DTYPES); float32 is IEEE float32, not TF32
     launch_s        overhead of each operator, whatever its size
     collective_s    overhead of each collective, beside its messages' latency
-    attention_keys  keys that attention's kernels go through at once: a mask saves work by as many
+    attention_keys  keys per block of attention kernels: the granularity at which a mask saves work
     ranks_per_node  ranks r and s share a node if r // ranks_per_node == s // ranks_per_node
-    contention      seconds that computing loses for each that a collective beside it takes alone: 0 where communicating takes nothing that
-                    computing needs, 1 and more where the two share cores
-    uneven          how far apart ranks are that have computed the same for a second since they last waited for each other, in seconds: by
-                    the root of what they compute in between
-    product_moves   how often a product moves its operands and results while it does not multiply: 0 where kernels multiply meanwhile
-    source          where the figures come from, in words
-    host            a rank's link to its host's memory, each way; None where the device is the host, and a rank makes copies itself
-    processor       a rank's part of its host's processors; None: as the table's `cpu`
-    disk            a rank's part of its host's disk, each way; None: as the table's `cpu`
+    contention      seconds that computing loses per second of an overlapping collective's own time: 0 if communication needs none of the
+                    resources of computing, 1 and more if the two share cores
+    uneven          seconds between ranks after one second of equal computing since they last waited for each other; grows with the square
+                    root of that time
+    product_moves   how often a product moves its operands and results while it does not multiply; 0 if kernels overlap the two
+    source          origin of the figures, as text
+    host            a rank's link to its host's memory, each way; None if the device is the host, whose copies take computing time
+    processor       a rank's share of its host's processors; None: as the table's `cpu`
+    disk            a rank's share of its host's disk, each way; None: as the table's `cpu`
     """
 
     name: str
@@ -116,18 +116,18 @@ class Device:
     disk: Link | None = None
 
     def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
-        """Floating-point operations a second of matrix products, or of attention; of a dtype that the table does not have, float32's."""
+        """Achieved flops per second of matrix products, or of attention; for a dtype that the table lacks, those of float32."""
         part = self.efficiency.attention if attention else self.efficiency.flops
         return part * self.flops_per_s.get(str(dtype).removeprefix("torch."), self.flops_per_s["float32"])
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that kernels read and write a second."""
+        """Achieved bytes per second that kernels read and write."""
         return self.efficiency.memory * self.memory_Bps
 
     @property
     def links(self) -> tuple[Link, Link]:
-        """(inside a node, between nodes), with the bandwidth that can be had."""
+        """(link inside a node, link between nodes), with the achieved bandwidth."""
         inside, between = (
             replace(link, bandwidth_Bps=self.efficiency.links * link.bandwidth_Bps) for link in (self.inside_node, self.between_nodes)
         )
@@ -135,19 +135,19 @@ class Device:
 
     @property
     def there(self) -> Device:
-        """What runs operators on the host: its processors, as a device; the device itself where that is the host."""
+        """The host's processors as a device; the device itself if that is the host."""
         return self if self.host is None else _of_host(self.processor)
 
     @property
     def disk_link(self) -> Link:
-        """To the host's disk and back."""
+        """The link to the host's disk and back."""
         found = self.disk or _table()["cpu"].disk
         assert found is not None
         return found
 
     @property
     def host_link(self) -> Link | None:
-        """To the host and back, with the bandwidth that can be had."""
+        """The link to the host and back, with the achieved bandwidth."""
         return self.host and replace(self.host, bandwidth_Bps=self.efficiency.links * self.host.bandwidth_Bps)
 
 
@@ -161,25 +161,26 @@ def _of_host(processor: Processor | None) -> Device:
 
 
 def names() -> tuple[str, ...]:
-    """Of the devices of the table."""
+    """Names of the devices of the table."""
     return tuple(_table())
 
 
 def device(name: str) -> Device:
-    """A device of the table. Raises PlanError, with those that there are."""
+    """A device of the table. Raises PlanError, which lists the known names."""
     return _pick(name, _table())
 
 
 def find_device(name: str) -> Device:
-    """A device by its name: as `meshc calibrate` has measured it for this user, else of the table. Raises PlanError, with those known."""
+    """A device by its name: as `meshc calibrate` measured it for this user, else from the table. Raises PlanError, which lists the known
+    names."""
     return _pick(name, {**_table(), **calibrated_devices()})
 
 
 def for_mesh(mesh: Mesh) -> Device:
-    """The device that a rank of the mesh has, as far as it is known here; what is `assumed`, if something is.
+    """The device of a rank of the mesh; inside `assume_device`, the assumed one.
 
-    cpu: what `meshc calibrate` measured, or the table's `cpu`. cuda: this machine's GPU, measured or else from the table; a machine without
-    one (programs are compiled ahead of time) takes `h100`.
+    cpu: measured by `meshc calibrate`, or the table's `cpu`. cuda: this machine's GPU, measured or else from the table; `h100` on a machine
+    without one, where programs are compiled ahead of time.
     """
     if (given := _ASSUMED.get()) is not None:
         return given
@@ -198,7 +199,7 @@ _ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def assume_device(device: Device) -> Iterator[None]:
-    """Within it ranks of every mesh have this device: plans are made for machines that are elsewhere."""
+    """Context in which ranks of every mesh have this device, to plan for another machine."""
     token = _ASSUMED.set(device)
     try:
         yield
@@ -207,7 +208,7 @@ def assume_device(device: Device) -> Iterator[None]:
 
 
 def name_of(hardware: str) -> str:
-    """What this file calls a GPU: `a100` for `NVIDIA A100-SXM4-80GB`; words joined by hyphens if the table does not have it."""
+    """The table's name of a GPU: `a100` for `NVIDIA A100-SXM4-80GB`; words joined by hyphens if the table lacks the GPU."""
     words = re.findall(r"[a-z0-9]+", hardware.lower())
     return next((word for word in words if word in _table()), "-".join(words))
 
@@ -231,7 +232,7 @@ def read_devices(path: Path) -> dict[str, Device]:
 
 
 def write_devices(devices: Iterable[Device], path: Path) -> None:
-    """Write devices in the form that `read` reads."""
+    """Write devices in the form that `read_devices` reads."""
     write_text(path, "\n".join(map(_section, devices)))
 
 
@@ -289,7 +290,7 @@ def _device(name: str, section: object, path: Path) -> Device:
 
 
 def _refuse_keys(given: Mapping[str, object], kind: type[Device | Link | Processor | Efficiency], where: str) -> None:
-    """A section has a key for each field, those with a default aside, and no other."""
+    """Raises if a section lacks a field without a default, or has an unknown key."""
     wanted = {field.name: field.default is MISSING for field in fields(kind) if field.name != "name"}
     missing = [key for key, needed in wanted.items() if needed and key not in given]
     unknown = [key for key in given if key not in wanted]
@@ -299,7 +300,7 @@ def _refuse_keys(given: Mapping[str, object], kind: type[Device | Link | Process
 
 
 def _numbers(given: object, where: str) -> dict[str, float]:
-    """Figures that predictions multiply and divide by: finite, and above zero but for what something costs beside its size."""
+    """The figures of a section, checked: finite, and positive, except that fixed costs may be 0."""
     if not isinstance(given, Mapping):
         raise ArtifactError(f"{where} is {brief_repr(given)}, no section of numbers; {ANEW}")
     try:

@@ -1,6 +1,6 @@
 """Division of the arithmetic of a program: the share of products, convolutions and attention that each mesh axis splits.
 
-A program carries its rows in `info["work"]`, as JSON can hold them, so that one loaded from disk has them too.
+A program has its rows in `info["work"]` as JSON data, so that a program loaded from disk has them too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ CANNOT: Final = "no legal split"
 
 @dataclass(frozen=True)
 class Work:
-    """Equal operators of modules that differ in the number of their layer only.
+    """Equal operators of modules whose paths differ in the layer's number only.
 
-    module    `model.layers.*.mlp.up_proj`
-    flops     multiplications and additions of a call, all ranks' together if nothing is repeated
+    module    path, as `model.layers.*.mlp.up_proj`
+    flops     flops of a call, of all ranks together if nothing is repeated
     by_axis   mesh axis -> SPLIT, COULD or CANNOT
     """
 
@@ -36,25 +36,25 @@ class Work:
         return f"{self.operator} {self.phase} in {self.module or 'the model'}"
 
     def plain(self) -> WorkRow:
-        """As JSON holds it."""
+        """The row as JSON data."""
         return [self.module, self.operator, self.phase, self.flops, self.by_axis]
 
 
 def work_rows(program: PlainProgram) -> list[Work] | None:
-    """The rows of a program; None if it has none, as one made by an earlier meshc."""
+    """The rows of a program; None if it has none, as a program compiled by an earlier meshc."""
     rows = program.info.get("work")
     return None if rows is None else [Work(*cast(tuple[str, str, str, float, dict[str, str]], row)) for row in rows]
 
 
 def share(rows: Sequence[Work], axis: str, *, legal: bool = False) -> float | None:
-    """The part of the arithmetic whose operators the axis splits; with `legal`, of that which has a legal split. None if there is none."""
+    """The share of the arithmetic that the axis splits; with `legal`, of the arithmetic with a legal split. None if there is none."""
     counted = [row for row in rows if not (legal and row.by_axis[axis] == CANNOT)]
     total = sum(row.flops for row in counted)
     return sum(row.flops for row in counted if row.by_axis[axis] == SPLIT) / total if total else None
 
 
 def largest_whole(rows: Sequence[Work], axis: str, count: int = 3) -> list[Work]:
-    """The operators with most arithmetic among those that the axis does not split, largest first."""
+    """The `count` operators with most arithmetic that the axis does not split, largest first."""
     return sorted((row for row in rows if row.by_axis[axis] != SPLIT), key=lambda row: (-row.flops, row.module))[:count]
 
 

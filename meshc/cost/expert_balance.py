@@ -1,12 +1,12 @@
 """Placement of experts on ranks by load: longest processing time first, each to the rank with the least load so far.
 
-    loads 9 1 2 7, two ranks of two      rank 0 [9 1] 10   rank 1 [2 7] 9       as they lie by number
+    loads 9 1 2 7, two ranks of two      rank 0 [9 1] 10   rank 1 [2 7] 9       in order of expert number
     loads 9 7 2 1                        rank 0 [9 7] 16   rank 1 [2 1] 3   ->  rank 0 [9 1]   rank 1 [2 7]
     loads 9 1 1 1, a place for a copy    rank 0 [9 1] 10   rank 1 [1 1] 2   ->  rank 0 [9/2 1, 1/2]  rank 1 [1/2 1, 9/2]
 
-Every rank keeps as many experts as it has. One that has more to do than a rank's share is divided, where ranks have places for copies: what
-has most to do gets one more for as long as that helps. Graham: Bounds on Multiprocessing Timing Anomalies (SIAM J. Appl. Math. 17(2),
-1969): where numbers are free, the most that a rank has is then at most 4/3 of what is best.
+The number of experts per rank does not change. If ranks have places for copies, the expert with the largest load per copy gets one more
+copy for as long as that reduces the largest load. Graham: Bounds on Multiprocessing Timing Anomalies (SIAM J. Appl. Math. 17(2), 1969):
+with any number of experts per rank, the largest load is at most 4/3 of the optimum.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from dataclasses import dataclass, field
 from typing import Final
 
 NOTHING: Final = 1e-9
-"""A share that makes no difference."""
+"""Relative difference of loads that counts as none."""
 LEAST: Final = 0.05
-"""By what share the busiest rank must have less for experts to move, where nobody says otherwise."""
+"""Default relative reduction of the busiest rank's load below which experts do not move."""
 
 
 def sizes_of(experts: int, groups: int) -> list[int]:
-    """How many experts each group has: as many as there are in a window of them, the last ones fewer."""
+    """Experts of each group: the ceiling of `experts / groups`, fewer in the last groups."""
     each = -(-experts // groups)
     return [max(0, min(each, experts - group * each)) for group in range(groups)]
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where the experts of a layer lie.
+    """Placement of a layer's experts.
 
-    slots   of each its own slot [experts]
-    copies  of the places for copies, group by group, the slot that each is a copy of; -1: of none
+    slots   slot of each expert [experts]
+    copies  for each place for copies, group by group, the slot that is copied there; -1 if the place is empty
     """
 
     slots: tuple[int, ...]
     copies: tuple[int, ...] = ()
 
     def spare(self, groups: int) -> int:
-        """How many places of a group have copies, at most."""
+        """The largest number of copies in a group."""
         room = len(self.copies) // groups
         return max((sum(slot >= 0 for slot in self.copies[group * room :][:room]) for group in range(groups)), default=0)
 
     def groups_of(self, groups: int) -> list[list[int]]:
-        """By expert the groups that have it: its own, then those with copies."""
+        """The groups that have each expert: its own first, then those with copies."""
         each, spare = -(-len(self.slots) // groups), len(self.copies) // groups
         copies: dict[int, list[int]] = {}
         for place, slot in enumerate(self.copies):
@@ -53,8 +53,7 @@ class ExpertPlacement:
 
 
 def imbalance(loads: Sequence[float], spread: ExpertPlacement, groups: int) -> float:
-    """What the group with most has to do, in multiples of what each would have if all had the same; 1 where there is nothing to do. Groups
-    that have an expert share what it has to do."""
+    """The largest load of a group over the mean; 1 if all loads are 0. Groups that have the same expert share its load evenly."""
     total = sum(loads)
     if not total:
         return 1.0
@@ -66,8 +65,12 @@ def imbalance(loads: Sequence[float], spread: ExpertPlacement, groups: int) -> f
 
 
 def balance_experts(loads: Sequence[float], now: ExpertPlacement, groups: int, spare: int = 0) -> ExpertPlacement:
-    """Where each expert is to lie, loads[i] what expert i has to do and `now` where it lies; each group has `spare` of its places for
-    copies. Of groups of one size those change names that then keep more of what they have, and who stays in a group stays in its slot."""
+    """A balanced placement of experts.
+
+    loads  load of each expert;  now  the current placement;  spare  places for copies to use in each group
+
+    Groups of equal size are renumbered so that most experts stay where they are; an expert that stays in its group keeps its slot.
+    """
     share, mean = [1] * len(loads), sum(loads) / groups
     best = _longest_first(loads, share, now, groups, 0)
     assert best is not None, "without copies every expert finds its place"
@@ -83,7 +86,7 @@ def balance_experts(loads: Sequence[float], now: ExpertPlacement, groups: int, s
 
 @dataclass
 class _Group:
-    """What is dealt to a group: `own` experts, and `copies` of others, with `work` in all."""
+    """A group while experts are assigned: its `own` experts, `copies` of others, and their total load `work`."""
 
     size: int
     own: list[int] = field(default_factory=list)
@@ -96,7 +99,7 @@ def _largest_work(dealt: Sequence[_Group]) -> float:
 
 
 def _assign_slots(dealt: Sequence[_Group], now: ExpertPlacement, groups: int) -> ExpertPlacement:
-    """What groups were dealt, in slots and places for copies."""
+    """The groups' experts and copies as a placement in slots."""
     each, room = -(-len(now.slots) // groups), len(now.copies) // groups
     slots, copies = list(now.slots), [-1] * (groups * room)
     named = _match_groups(dealt, [slot // each for slot in now.slots])
@@ -113,7 +116,8 @@ def _assign_slots(dealt: Sequence[_Group], now: ExpertPlacement, groups: int) ->
 
 
 def _longest_first(loads: Sequence[float], share: Sequence[int], now: ExpertPlacement, groups: int, spare: int) -> list[_Group] | None:
-    """Each group's. Of groups that have as much so far the one where the expert lies, then the first."""
+    """Greedy assignment of experts, largest load per copy first, to the least loaded group; ties go to the expert's current group, then to
+    the first. None if a copy finds no place."""
     dealt, each = [_Group(size) for size in sizes_of(len(loads), groups)], -(-len(loads) // groups)
     for expert in sorted(range(len(loads)), key=lambda one: (-loads[one] / share[one], one)):
         for nth in range(share[expert]):
@@ -129,7 +133,7 @@ def _longest_first(loads: Sequence[float], share: Sequence[int], now: ExpertPlac
 
 
 def _match_groups(dealt: Sequence[_Group], now: Sequence[int]) -> list[_Group]:
-    """The groups in an order of their own in which most experts stay where they are, taken pair by pair."""
+    """The groups in the order in which most experts stay in their current group `now`, matched greedily pair by pair."""
     pairs = [(one, group) for one in range(len(dealt)) for group in range(len(dealt)) if dealt[one].size == dealt[group].size]
     stays = {(one, group): sum(now[expert] == group for expert in dealt[one].own) for one, group in pairs}
     found: dict[int, _Group] = {}

@@ -1,18 +1,18 @@
 """Predicted bytes and rows of expert dispatch, for a given imbalance: the load of the busiest rank over the mean.
 
-    rows(i)    i T k / n, no more than there are places      choices that fall to experts of that rank
-    share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens that have an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
-    bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one in which all tokens travel
+    rows(i)    i T k / n, at most the capacity               choices of that rank's experts
+    share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens with an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
+    bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one that sends all tokens
 
-T tokens along the n ranks that split E experts choose k each, of width h (h + k where weights go with a row) and b bytes an element. Rows
-and share are as if the rank had i times as many of the experts, all of them equally likely. Read off a program's own graphs. Where the
-ranks have m in each node of several:
+E experts are split over n ranks, along which T tokens choose k experts each; h is the width of a token (h + k if weights go with a row), b
+the bytes of an element. Rows and share are computed as if the rank had i times as many experts, all equally likely. The figures are read
+off a program's own graphs. If the ranks are on several nodes, with m of them in each:
 
                         within nodes                        between nodes
     at once             (m - 1) / n T h b share(E/n)        (n - m) / n T h b share(E/n)
     in two hops         (m - 1) / m T h b share(E/n)        (n/m - 1) / n T h b share(E m/n)
 
-share(x) = 1 - C(E - x, k) / C(E, k): of tokens that have one of x experts.
+share(x) = 1 - C(E - x, k) / C(E, k): the share of tokens that choose one of x experts.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one layer's experts, in one call.
+    """Dispatch and combine traffic of one layer's experts, in one call.
 
-    path     of their module
-    tokens   whose choices a rank knows: those along the axes that split the experts
-    places   rows that a rank has, whoever fills them
-    whole    bytes that a rank gets or gives in a call where all tokens travel
-    read     likewise where those travel that are read, if all are chosen alike: by how many ranks' experts a row goes for
-    times    how often a call runs it (once a microbatch)
-    together the ranks along those axes that a node has, where they are on several nodes; 0 if they are on one
+    path     path of the experts' module
+    tokens   tokens whose choices a rank knows: those along the axes that split the experts
+    places   capacity of a rank, in rows
+    whole    bytes that a rank receives or sends in exchanges of all tokens
+    read     (ranks that a row is sent for, bytes) of exchanges of chosen rows, if all experts are equally likely
+    times    runs of the layer in a call (one per microbatch)
+    together ranks along these axes in each node, if they span several nodes; 0 if they are in one
     row      bytes of a token in all exchanges of rows of a call, both ways
-    links    of what is read the bytes (within nodes, between nodes), as the exchanges of the program have them
+    links    bytes of chosen rows (within nodes, between nodes), by the exchanges of the program
     by_node  whether rows go in two hops
     """
 
@@ -78,26 +78,26 @@ class Traffic:
 
     @property
     def most(self) -> float:
-        """The largest imbalance: all that a rank can have of each token's choices."""
+        """The largest possible imbalance: as many choices of each token as possible fall on one rank."""
         here = min(self.chosen, ceil(self.experts / self.ranks))
         return here * self.ranks / self.chosen
 
     def rows(self, imbalance: float) -> int:
-        """Of the rank with most, of a call."""
+        """Rows that the busiest rank computes in a call."""
         return self.times * min(self.places, round(imbalance * self.tokens * self.chosen / self.ranks))
 
     def share(self, imbalance: float, ranks: int = 1) -> float:
-        """Of tokens that have an expert on the rank with most; on so many ranks that have as much."""
+        """The share of tokens with an expert on the busiest rank; with `ranks`, on any of that many equally busy ranks."""
         others = self.experts - imbalance * ranks * self.experts / self.ranks
         return 1.0 - prod(max(0.0, others - nth) / (self.experts - nth) for nth in range(self.chosen))
 
     def bytes(self, imbalance: float) -> int:
-        """That the rank with most is sent, and sends back, in all phases of a call."""
+        """Bytes that the busiest rank receives and sends back, in all phases of a call."""
         read = sum(size * self.share(imbalance, ranks) / self.share(1.0, ranks) for ranks, size in self.read)
         return round(self.whole + read)
 
     def by_formula(self, by_node: bool) -> tuple[float, float]:
-        """Bytes (within nodes, between nodes) that a rank is sent, and sends back, of rows that are read, in two hops or at once."""
+        """Bytes of chosen rows (within nodes, between nodes) that a rank receives and sends back, in two hops (`by_node`) or at once."""
         n, m = self.ranks, self.together
         tokens = self.tokens * self.row
         if by_node:
@@ -107,7 +107,7 @@ class Traffic:
 
 @dataclass
 class _Layer:
-    """What has been found of one layer."""
+    """Traffic of one layer while its exchanges are counted."""
 
     made: Traffic | None = None
     whole: float = 0.0
@@ -124,7 +124,7 @@ class _Layer:
 
 
 def traffic(program: PlainProgram) -> list[Traffic]:
-    """Of every layer whose experts are split, in the program's order."""
+    """Traffic of each layer whose experts are split, in the program's order."""
     layers: dict[str, _Layer] = {}
     often, device = runs(program), for_mesh(program.mesh)
     for stage in program.stages.values():
@@ -137,25 +137,25 @@ def traffic(program: PlainProgram) -> list[Traffic]:
             layer = layers.setdefault(path, _Layer())
             if layer.made is None and path in experts:
                 layer.made = _layer_traffic(program, node, path, experts[path], often[stage.name], device)
-            if record(node).shape[-1] != 1:  # weights, of which each choice has one, do not go by rows
+            if record(node).shape[-1] != 1:  # weights, one per choice, are not exchanged by rows
                 _count(program, layer, node, often[stage.name], device)
     found = [layer.to_traffic() for layer in layers.values() if layer.made is not None]
     return [one for one in found if one.ranks > 1]
 
 
 def _experts(nodes: list[Node]) -> dict[str, int]:
-    """How many experts there are, by path."""
+    """Number of experts, by the path of their module."""
     found: dict[str, int] = {}
     for node in nodes:
         if node.target in PRODUCTS and isinstance(node.args[1], Node):
             lies = record(node.args[1]).sharding
             found[record(node).source.module] = record(node.args[1]).shape[0] if lies is None else lies.shape[0]
-    by_slot = [node for node in nodes if node.target is meshc.choices_to_slots.default]  # matrices are of places then, some for copies
+    by_slot = [node for node in nodes if node.target is meshc.choices_to_slots.default]  # there is a matrix per place then, some for copies
     return {**found, **{record(node).source.module: record(node.args[1]).shape[0] for node in by_slot}}  # type: ignore[arg-type]
 
 
 def _layer_traffic(program: PlainProgram, node: Node, path: str, experts: int, times: int, device: Device) -> Traffic | None:
-    """By what a rank's groups have chosen, where that is made in the same stage."""
+    """A layer's traffic without its bytes, from the choices of a rank's groups; None if those are computed in another stage."""
     said = _own_of(node.args[1]) if node.target is USED else node.args[1]
     made = said.args[0] if isinstance(said, Node) and is_getitem(said) else None
     if not isinstance(made, Node) or made.target not in CHOICES or not isinstance(said, Node) or not isinstance(made.args[0], Node):
@@ -168,13 +168,13 @@ def _layer_traffic(program: PlainProgram, node: Node, path: str, experts: int, t
 
 
 def _own_of(used: object) -> object:
-    """What says which experts of a group tokens have chosen, of which `used` are the places with a choice."""
+    """The choices of a group's experts from which the `used` places are computed."""
     assert isinstance(used, Node) and is_getitem(used)
     return used.all_input_nodes[0].args[0]
 
 
 def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device: Device) -> None:
-    """Adds the exchange that brings tokens here, or what is made of them back, with all its hops."""
+    """Adds the exchange, with all its hops, that dispatches tokens to `node` or combines its results."""
     found = _through(node.args[0]) if node.target in HANDED else _only_reader(node)
     size = payload(found, program.axis_sizes) if spmd.is_collective(found.target) else 0
     if found.target in spmd.OF_ROWS:
@@ -182,7 +182,7 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
         layer.row += times * made.shape[-1] * made.dtype.itemsize  # type: ignore[union-attr]
         hops = [found]
         while (hop := _through(hops[-1].args[0]) if node.target in HANDED else _only_reader(hops[-1])).target in spmd.OF_ROWS:
-            if hop is hops[-1]:  # of what it brings rows and weights are taken
+            if hop is hops[-1]:  # its result is separated into rows and weights
                 break
             hops.append(hop)
         least = min(cast(int, hop.args[3]) for hop in hops)
@@ -197,7 +197,7 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
 
 
 SHAPED: Final = (aten.reshape.default, aten.slice.Tensor, aten.cat.default)
-"""What stands between rows and their exchange: another shape, and the weights that go with them (`passes/lower/dispatch_weights.py`)."""
+"""Operators between rows and their exchange: they change the shape, or add the rows' weights (`passes/lower/dispatch_weights.py`)."""
 
 
 def _through(x: object) -> Node:

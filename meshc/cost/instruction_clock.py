@@ -1,10 +1,10 @@
 """Predicted start and seconds of each instruction of one rank; collectives that start within a run overlap it.
 
-    computing   |each 0|each 1 ......|cat|after ..wait..|...|     the reductions of sums begin as each 1 makes the last of their parts;
-    link                    |all_reduce |all_reduce |             what prepares them (cat) takes the rank's time, and counts behind the run
+    computing   |each 0|each 1 ......|cat|after ..wait..|...|     reductions of sums start as each 1 computes the last of their parts;
+    link                    |all_reduce |all_reduce |             their preparation (cat) takes computing time, counted after the run
 
-Adding to sums counts behind the run, as if a run made all its parts before it adds the first; so does what computing loses to what starts
-within the run (`contention` of the device). The collectives of the run itself and those that start within it do not slow each other down.
+Accumulation of sums is counted after the run, as if a run computed all its parts before adding the first; so is the time lost to
+collectives that start within the run (the device's `contention`). These and the run's own collectives do not slow each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshc.program.program import Instruction, PlainProgram, Stage
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """What an instruction took, from when on."""
+    """Predicted start and seconds of an instruction."""
 
     step: Instruction
     start_s: float
@@ -33,7 +33,8 @@ class InstructionCost:
 
 
 def play_instructions(program: PlainProgram, steps: Sequence[Instruction], device: Device) -> Iterator[InstructionCost]:
-    """Messages between stages take a rank no time. Raises CompileError for an instruction that the cost model does not know."""
+    """The cost of each instruction of one rank, in order. Messages between stages take a rank no time. Raises CompileError for an
+    instruction that the cost model does not know."""
     made = {key: size for stage in program.stages.values() for key, size in peak_memory.output_bytes(stage).items()}
     known: dict[str, Seconds] = {}
     sums: set[str] = set()
@@ -71,9 +72,9 @@ def play_instructions(program: PlainProgram, steps: Sequence[Instruction], devic
 
 
 def early_starts(program: PlainProgram, steps: Sequence[Instruction], position: int) -> list[Stage]:
-    """What starts within the run at this position."""
+    """The stages with collectives that start within the run at this position."""
     found = []
-    for behind in range(position + 1, len(steps)):  # by number: a schedule is long, and what is looked at of it short
+    for behind in range(position + 1, len(steps)):  # by index, not a slice: the schedule is long, and few steps are looked at
         step = steps[behind]
         if step.op in ("run", "send", "recv"):
             break
@@ -84,14 +85,14 @@ def early_starts(program: PlainProgram, steps: Sequence[Instruction], position: 
 
 @dataclass(frozen=True)
 class EarlyCollective:
-    """When the link has what starts within a run, in seconds from the beginning of the run."""
+    """Time on the link of a collective that starts within a run, in seconds from the run's start."""
 
     start: Stage
     begin_s: float
     end_s: float
 
     def overlap_s(self, run_s: float) -> float:
-        """Seconds of it that are beside the run."""
+        """Seconds for which the collective overlaps with the run."""
         return max(0.0, min(self.end_s, run_s) - self.begin_s)
 
 
@@ -111,5 +112,5 @@ def early_collectives(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device:
 
 
 def arrival_seconds(stage: Stage, due: Mapping[str, float], now: float) -> dict[Node, float]:
-    """What a stage that begins now waits for, with the seconds until it is there."""
+    """Inputs that are in flight when a stage starts at `now`, with the seconds until each arrives."""
     return {node: max(due[key] - now, 0.0) for node, key in stage.keys().items() if key in due}

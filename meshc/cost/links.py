@@ -9,8 +9,8 @@
     all_to_all       direct  1 step             (n - 1) / n * S
     ring_shift       direct  1 step             S                     one message out, one in
     to_zigzag        direct  1 step             S / 2                 likewise, as far away as the axis is long; from_zigzag alike
-    halo, halo_sum   direct  1 step             what moves
-    gather_rows, scatter_rows    likewise; what goes to other nodes through a rank's own port, beside what stays in its node
+    halo, halo_sum   direct  1 step             bytes that move
+    gather_rows, scatter_rows    likewise; rows for other nodes go through a rank's own port, in parallel with rows within its node
 
 Ring and tree are NCCL's (src/graph/tuning.cc counts their steps so), gloo's ring too; direct is what two ranks do. Thakur, Rabenseifner,
 Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 19(1), 2005).
@@ -35,7 +35,7 @@ from meshc.program import in_flight
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do a collective: messages that wait for each other, and bytes through each rank's link."""
+    """One algorithm of a collective: number of sequential steps, and bytes through each rank's link."""
 
     name: str
     steps: int
@@ -46,7 +46,8 @@ class Way:
 
 
 def ways(kind: str, ranks: int, size: float) -> list[Way]:
-    """The ways to do a collective over so many ranks. `size`: bytes of the operand; of an all_gather's result; what moves of a halo."""
+    """The algorithms of a collective over `ranks` ranks. `size`: bytes of the operand; for an all_gather of the result; for a halo those
+    that move."""
     n = ranks
     if kind == "all_reduce":
         rounds = math.ceil(math.log2(n))
@@ -67,20 +68,20 @@ def fastest(kind: str, ranks: int, size: float, link: Link) -> Way:
 
 
 def send_seconds(size: float, link: Link) -> float:
-    """One message of `size` bytes between two ranks."""
+    """Seconds of one message of `size` bytes between two ranks."""
     return link.latency_s + size / link.bandwidth_Bps
 
 
 def copy_seconds(size: float, device: Device, disk: bool = False) -> float:
-    """A copy of `size` bytes between a device and its host, with nothing else on the way; of a device that is the host, in its memory. To
-    the host's `disk` or from there it takes what is slower of the two ways, as if nothing of the file were in memory."""
+    """Seconds of a copy of `size` bytes between a device and its host without other traffic; within memory if the device is the host. To or
+    from the host's `disk` the slower of the two links counts, as if nothing of the file were cached."""
     link = device.host_link
     there = device.launch_s + 2 * size / device.bytes_per_s if link is None else send_seconds(size, link)
     return max(there, send_seconds(size, device.disk_link)) if disk else there
 
 
 def host_copy_seconds(node: Node, device: Device) -> float:
-    """The same of a copy of a per-rank graph."""
+    """Seconds of a node of a per-rank graph that copies to or from the host."""
     disk = any(ir.record(one).disk for one in (node, *node.all_input_nodes))
     return copy_seconds(ir.local_bytes(ir.record(node)), device, disk)
 
@@ -88,8 +89,8 @@ def host_copy_seconds(node: Node, device: Device) -> float:
 def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     """The link that bounds a collective over these axes.
 
-    Ranks of one node use the link inside it. A group over several nodes is bounded by what its ranks in a node send out together, each by
-    its own port: eight ranks of a node in one group have eight ports.
+    Ranks of one node use the link inside it. A group over several nodes is bounded by the ports of its ranks in a node together: eight
+    ranks of a node in one group have eight ports.
     """
     inside, between = device.links
     together = _fewest_together(mesh, tuple(axes), device.ranks_per_node)
@@ -99,18 +100,18 @@ def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
 
 
 def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
-    """The link that bounds a shift along a ring over these axes: where it leaves its node, one rank's port."""
+    """The link that bounds a shift along a ring over these axes: one rank's port if the ring spans several nodes."""
     inside, between = device.links
     return between if _fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
 
 
 def ranks_together(mesh: Mesh, axes: Sequence[str], device: Device) -> int:
-    """How many ranks of a group over these axes a node has, where it leaves its node; 0 where it does not."""
+    """Ranks in each node of a group over these axes; 0 if no group spans several nodes."""
     return _fewest_together(mesh, tuple(axes), device.ranks_per_node)
 
 
 def across_and_inside(mesh: Mesh, axes: Sequence[str], device: Device) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Those of the axes that lead from node to node, and those inside a node; None where they do not come apart so, the former first."""
+    """(axes between nodes, axes inside a node); None unless the axes divide so, those between nodes first."""
     names = tuple(axis for axis in axes if mesh.size(axis) > 1)
     for cut in range(1, len(names)):
         first, second = (_fewest_together(mesh, part, device.ranks_per_node) for part in (names[:cut], names[cut:]))
@@ -121,7 +122,7 @@ def across_and_inside(mesh: Mesh, axes: Sequence[str], device: Device) -> tuple[
 
 @lru_cache(maxsize=1024)
 def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
-    """How many ranks of a node a group over `axes` has, in the group where that is least; 0 if no group leaves its node."""
+    """The smallest number of ranks in a node of any group over `axes` that spans several nodes; 0 if none does."""
     fewest = 0
     for group in mesh.groups(axes):
         nodes = [rank // ranks_per_node for rank in group]
@@ -132,9 +133,9 @@ def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> 
 
 
 def payload(node: Node, sizes: Mapping[str, int]) -> int:
-    """Bytes of a collective on each rank: of its operand; of an all_gather its result, the larger side; of a halo and its sum what moves
-    (what the rank that needs most gets, or sends); of a change of order the half that moves; of rows that are chosen what moves if all are
-    chosen alike."""
+    """Bytes of a collective on each rank: of the operand; for an all_gather of the result, the larger side; for halo and halo_sum those
+    that the rank with most receives, or sends; for a change of order the half that moves; for chosen rows those that move if all experts
+    are equally likely."""
     if node.target in spmd.OF_ROWS:
         whole = node if node.target is spmd.gather_rows else node.args[0]
         ranks = math.prod(sizes[axis] for axis in node.args[1])  # type: ignore[union-attr, misc, index]
@@ -153,7 +154,7 @@ def payload(node: Node, sizes: Mapping[str, int]) -> int:
 
 
 def rows_by_link(node: Node, mesh: Mesh, device: Device) -> tuple[float, float]:
-    """Bytes of chosen rows that a rank gets, or of sums that it gives, if all are chosen alike: (within its node, from other nodes)."""
+    """Bytes (within its node, between nodes) of chosen rows that a rank receives, or of their sums that it sends, under even routing."""
     axes = tuple(node.args[1])  # type: ignore[arg-type]
     ranks = math.prod(map(mesh.size, axes))
     size = payload(node, {axis.name: axis.size for axis in mesh.axes})
@@ -162,7 +163,7 @@ def rows_by_link(node: Node, mesh: Mesh, device: Device) -> tuple[float, float]:
 
 
 def _rows_seconds(times: float, node: Node, mesh: Mesh, device: Device) -> float:
-    """All messages at once, those to other nodes through the rank's own port."""
+    """Seconds of an exchange of rows: all messages at once, those to other nodes through the rank's own port."""
     near, far = rows_by_link(node, mesh, device)
     inside, between = device.links
     takes = send_seconds(times * near, inside)
@@ -170,8 +171,7 @@ def _rows_seconds(times: float, node: Node, mesh: Mesh, device: Device) -> float
 
 
 def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.0) -> float:
-    """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link, if `times` its bytes
-    move."""
+    """Predicted seconds of a collective of a per-rank graph, without other traffic on the link; its bytes are multiplied by `times`."""
     axes = tuple(node.args[1])  # type: ignore[arg-type]
     if axes == (spmd.MICROBATCH,):
         return 0.0

@@ -1,7 +1,7 @@
 """Live values of a rank at its memory peak, and the live bytes at each node that it runs; by the walk of `peak_memory.py`.
 
-    bytes |      ___            a value that is there at the peak: from what makes it to what reads it last, in this run of its stage
-          |   __/ ^ \\__         or in a later one
+    bytes |      ___            a value that is live at the peak: from the node that computes it to its last reader, in this run of its
+          |   __/ ^ \\__         stage or in a later one
           |__/         \\___
            forward  backward
 """
@@ -27,13 +27,13 @@ from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
 from meshc.program.rank_instructions import steps_of
 
 GRADIENTS: Final = ("gradient", "sum")
-"""Kinds of keys that gradients of parameters wait under."""
+"""Kinds of keys of parameters' gradients between stages."""
 BESIDE: Final = "beside"
-"""The key of what collectives on their way hold that is no value's: copies that they send, parts that they join."""
+"""Key of memory that collectives in flight hold beside values: copies that they send, parts that they join."""
 
 
 class ExecutedNode(NamedTuple):
-    """A node of a stage, which a rank's instruction at this position runs."""
+    """A node of a stage, and the position of the instruction that runs it on its rank."""
 
     position: int
     stage: str
@@ -41,20 +41,20 @@ class ExecutedNode(NamedTuple):
 
     @property
     def record(self) -> Record:
-        """Of a node that makes several values, the first."""
+        """The node's record; of several results, the first's."""
         return ir.records(self.node)[0]
 
 
 @dataclass(frozen=True)
 class Value:
-    """What is there at the peak.
+    """A value that is live at the peak.
 
-    key      under which it waits between stages; "" of what one run makes and needs
-    bytes    on a rank
-    record   what it is; None of what a program's text does not say
-    made     by what; None of what another rank has made, or what came in
-    until    what reads it last; None: it is there until the call ends
-    gradient  whether it is a parameter's gradient, or on its way to be one
+    key       its key between stages; "" if only one run uses the value
+    bytes     bytes on a rank
+    record    its record; None if the program's text has none
+    made      the node that computes the value; None if it is an input, or comes from another rank
+    until     the node that reads the value last; None if it is live until the call ends
+    gradient  whether it is a parameter's gradient, or a summand of one
     """
 
     key: str
@@ -67,11 +67,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Liveness:
-    """The rank that needs most.
+    """Live bytes over a call on the rank that needs most memory.
 
-    holds   what it holds
-    course  at each node that it runs, in order: bytes of what the call has made, and the phase that the node belongs to
-    peak    which of these is the peak, where `values` are there, the largest first
+    holds   the rank's memory
+    course  (live bytes of computed values, phase) at each node that the rank runs, in order
+    peak    index of the peak in `course`
+    values  values that are live at the peak, largest first
     """
 
     holds: RankBytes
@@ -81,7 +82,8 @@ class Liveness:
 
 
 def peak_liveness(program: PlainProgram, words: Words = sharing.sharing_of, holds: RankBytes | None = None) -> Liveness:
-    """`words`: of each value, what memory it shares; `holds`: what `memory.worst` says, where that is known."""
+    """The live bytes over a call, and the values at the peak. `words`: the function that says which memory a value shares; `holds`: the
+    result of `peak_memory.peak_rank`, if it is known already."""
     holds = peak_memory.peak_rank(program, words) if holds is None else holds
     coordinates = {} if program.pipeline is None else {program.pipeline.axis: holds.rank}
     course: list[tuple[int, str]] = []
@@ -116,7 +118,7 @@ def _bytes_and_phases(moment: Moment, phase: str) -> Iterator[tuple[int, str]]:
 def _live_values(
     program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs, moment: Moment, here: int
 ) -> Iterator[Value]:  # fmt: skip
-    """What is there at a node of what one instruction runs."""
+    """The values that are live at node `here` of the stage that one instruction runs."""
     between = _StageBoundaries(program, steps_of(program, coordinates), given, moment.position)
     for key, size in moment.waiting.items():
         if size:
@@ -129,7 +131,7 @@ def _live_values(
     total, _, joins = next(islice(walk.course(left), here, None))
     leaving = {walk.home[value]: slot(key, moment.step.microbatch) for key, value in walk.ends}
     read_by = {walk.home[operand]: node for node in walk.nodes for operand in node.all_input_nodes}
-    for values in walk.kept_together():  # the runtime has their memory for good
+    for values in walk.kept_together():  # their memory is allocated once for all runs
         held = [node for node in values if node not in left.size and walk.size.get(node)]
         if held:
             node = max(held, key=walk.size.__getitem__)
@@ -160,7 +162,7 @@ def _computed_value(moment: Moment, node: Node, size: int, until: ExecutedNode |
 
 
 class _StageBoundaries:
-    """What makes, before an instruction or in it, and what reads, in it or later, the values that wait between a rank's instructions."""
+    """Producers, up to instruction `now`, and last readers, from `now` on, of the values that wait between a rank's instructions."""
 
     def __init__(self, program: PlainProgram, steps: Sequence[Instruction], given: WalkInputs, now: int) -> None:
         self.program, self.given = program, given
@@ -186,11 +188,11 @@ class _StageBoundaries:
         if key not in self._made:
             return None
         position, stage, node = self._made[key]
-        home = node if is_a(key, *WHOLES) else self.given.walk(stage).home[node]  # a whole is apart from its parts
+        home = node if is_a(key, *WHOLES) else self.given.walk(stage).home[node]  # a whole has memory apart from its parts
         return ExecutedNode(position, stage.name, home if ir.has_record(home) else node)
 
     def _record(self, key: str) -> Record | None:
-        """Of what another rank has sent: as the stage has it that takes it."""
+        """The record of a value that another rank has sent, as the receiving stage has it."""
         _, _, node = self._read.get(key, (0, None, None))
         return ir.record(node) if node is not None and ir.is_tensor(node) else None
 

@@ -16,24 +16,24 @@ Sides = tuple[int, int, int]
 
 BATCHES: Final = 7
 BATCH_S: Final = 0.02
-"""Seconds of a batch of runs at least; the fastest of BATCHES is taken, since what else runs on the machine only slows."""
+"""Least seconds of a batch of runs; the fastest of BATCHES counts, since other load on the machine only slows."""
 
 TOO_LONG_S: Final = 0.3
-"""No larger size is tried once a run takes as long: a dtype may have no fast kernel here."""
+"""Seconds of a run from which no larger size is tried: a dtype may have no fast kernel here."""
 
 SQUARES: Final = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
-"""Sides of the matrices: what models have, from the smallest that fills the device on."""
+"""Sides of the square matrices: sizes common in models, from the smallest that fills the device."""
 
 THIN: Final[Mapping[str, Sequence[Sides]]] = {
     "cpu": ((32, 1024, 1024), (64, 1024, 1024), (128, 1024, 1024), (1024, 64, 1024), (1024, 1024, 64)), "cuda": (),
 }  # fmt: skip
-"""(rows, what is summed over, columns) of products that multiply little by what they move. On a GPU, kernels do both at a time."""
+"""(rows, contracted size, columns) of products with few flops per byte. On a GPU, kernels overlap moving and multiplying."""
 
 VECTORS: Final = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 24, 1 << 25, 1 << 26, 1 << 27)}
-"""Numbers in each operand of an addition in float32."""
+"""Elements of each operand of an addition in float32."""
 
 WORKING_SET: Final = 1 << 27
-"""Bytes that are gone through before the same are read again: a program does not read what it has just read, either."""
+"""Working set in bytes: memory read before the same operand is read again, since a program rarely rereads values at once either."""
 
 HEADS: Final = {"cpu": (4, 8, 256, 64), "cuda": (8, 16, 2048, 64)}
 """Batch, heads, sequence and head size of the attention that is measured."""
@@ -44,7 +44,7 @@ SMALL: Final = 16
 
 
 def products(device: torch.device, dtype: torch.dtype) -> list[Product]:
-    """Of squares, and of thin matrices."""
+    """Measured products of square and of thin matrices."""
     found: list[Product] = []
     for sides in (*((side, side, side) for side in SQUARES[device.type]), *THIN[device.type]):
         found.append(product(device, dtype, sides))
@@ -54,7 +54,7 @@ def products(device: torch.device, dtype: torch.dtype) -> list[Product]:
 
 
 def product(device: torch.device, dtype: torch.dtype, sides: Sides) -> Product:
-    """Of matrices that were not read just before."""
+    """A measured product, of matrices that are not in a cache."""
     rows, inner, columns = sides
     moved = (rows * inner + inner * columns + rows * columns) * dtype.itemsize
     pairs = [
@@ -71,7 +71,7 @@ def product(device: torch.device, dtype: torch.dtype, sides: Sides) -> Product:
 
 
 def attention(device: torch.device) -> tuple[float, float]:
-    """(flops, seconds) of attention's kernel in float32, without a mask."""
+    """(flops, seconds) of the attention kernel in float32, without a mask."""
     q, k, v = (torch.ones(HEADS[device.type], device=device) for _ in range(3))
     batch, heads, length, size = HEADS[device.type]
     return 4.0 * batch * heads * length * length * size, measure_seconds(
@@ -80,7 +80,7 @@ def attention(device: torch.device) -> tuple[float, float]:
 
 
 def additions(device: torch.device) -> list[Point]:
-    """(bytes read and written, seconds) of additions into fresh memory, as operators of a program make it."""
+    """(bytes read and written, seconds) of additions into fresh memory, which operators of a program allocate too."""
     found: list[Point] = []
     for count in VECTORS[device.type]:
         pairs = [torch.ones(2, count, device=device) for _ in range(max(1, WORKING_SET // (8 * count)))]
@@ -95,7 +95,7 @@ def additions(device: torch.device) -> list[Point]:
 
 
 def overhead(device: torch.device) -> float:
-    """Seconds of an operator on a few numbers."""
+    """Seconds of an operator on a few elements."""
     x = torch.ones(SMALL, device=device)
     return measure_seconds(lambda: x + x, device)
 
@@ -118,6 +118,6 @@ def batch(run: Callable[[], object], count: int, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Waits until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -25,10 +25,10 @@ from meshc.program.program import PlainProgram
 class Padding:
     """One factor on its axes.
 
-    tile           padded positions on each rank
-    share          of all tiles' positions, those that are padding
-    kept_bytes     of what a rank keeps for the whole call (parameters, optimizer state, buffers, inputs)
-    compute_share  of the arithmetic of all ranks
+    tile           positions on each rank, padding included
+    share          share of all tiles' positions that is padding
+    kept_bytes     bytes of padding in values that are live for the whole call (parameters, optimizer state, buffers, inputs)
+    compute_share  share of the arithmetic of all ranks that is spent on padding
     """
 
     factor: str
@@ -41,7 +41,7 @@ class Padding:
 
 
 def padding(program: PlainProgram) -> list[Padding]:
-    """Every padded factor, the most arithmetic first."""
+    """Every padded factor, largest share of the arithmetic first."""
     sizes = program.axis_sizes
     kept: dict[Part, float] = defaultdict(float)
     for port in program.inputs:
@@ -68,14 +68,14 @@ def _padded_parts(sharding: Sharding, sizes: Mapping[str, int]) -> list[Part]:
 
 
 def _operator_padding(node: Node, sizes: Mapping[str, int]) -> list[Part]:
-    """Padded parts of an operator's operands and results: each is a letter of it."""
+    """Padded parts of an operator's operands and results, one per letter of its rule."""
     values = [*(found for operand in node.all_input_nodes for found in _shardings(operand)), *_shardings(node, True)]
     values += [found for user in node.users if ir.is_getitem(user) for found in _shardings(user, True)]
     return list(dict.fromkeys(part for sharding in values for part in _padded_parts(sharding, sizes)))
 
 
 def _shardings(node: Node, own: bool = False) -> list[Sharding]:
-    """Of a value's results; where none is written down (a mask on the way to its reader) and not `own`, of what it is made of."""
+    """Shardings of a node's results; if none is recorded (a mask before its reader) and not `own`, those of its operands."""
     found = [record.sharding for record in ir.records(node) if record.sharding is not None]
     if found or own:
         return found

@@ -1,12 +1,12 @@
 """Bytes that a rank holds in a call, and their peak: a liveness walk over the instructions that it runs.
 
-A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
-share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
-buffers and optimizer state live for ever, and are counted apart, as is what the user sees of them where that is a copy; what a kernel needs
-while it runs is not counted, nor what a compiled region never has in memory (`fused_values.py`). What lies on the host is counted apart,
-by the same walk; what is copied there is on the device until the copy has been waited for, and so is what a collective reads, also where
-it is waited for in another stage (`program/in_flight.py`). A message between pipeline stages counts on its sender until the last
-instruction there that reads it, as if it had left by then; gloo keeps it until the update.
+A value is live from the operator that computes it to the last operator that reads it, or to the end of the call if another stage reads
+it. Views share the storage of their base, and updates write into their operands, also before `fuse_updates` has marked them. Parameters,
+buffers and optimizer state are live for the whole call and counted separately, as are copies of them that the user sees; workspace of
+kernels is not counted, nor are values that a compiled region never stores in memory (`fused_values.py`). Host memory is counted
+separately, by the same walk. The operand of a copy to the host, or of a collective, stays on the device until the transfer has been
+waited for, also if that is in another stage (`program/in_flight.py`). A message between pipeline stages counts on its sender until the
+last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from meshc.program.rank_instructions import last_reads, steps_of
 from meshc.program.static_memory import Span, assign_memory, spans
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
-"""Kinds of ports that are there for the whole call."""
+"""Kinds of ports whose values are live for the whole call."""
 HOST = "host"
-"""What those of them that lie there count as."""
+"""The kind under which such ports are counted if they are stored on the host."""
 DISK = "disk"
-"""What those of them that lie in files there count as."""
+"""The kind under which such ports are counted if they are stored in files on the host."""
 COPY = "copy"
-"""What counts beside them: what the model and the optimizer show of parameters and state that torch's placements cannot describe."""
+"""The kind of additional copies that the user sees of parameters and state whose sharding torch's placements cannot describe."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where.
+    """The peak of live bytes of values that the program computes on a rank.
 
-    step  position of the instruction among those of its rank
+    total      bytes at the peak;  gradients  bytes of parameters' gradients among them
+    at         the node at the peak, with its source and stage, as text
+    step       position of the instruction in its rank's list
     """
 
     total: int = 0
@@ -65,10 +67,10 @@ class Peak:
 class RankBytes:
     """One rank's memory in a call.
 
-    rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
-    kept  bytes of what is there for the whole call, by kind
-    host  bytes on the rank's host, where that is most: what is there for the whole call, and offloaded values
-    disk  bytes in files there
+    rank  coordinate on the pipeline axis; 0 without a pipeline, where all ranks need the same memory
+    kept  bytes of values that are live for the whole call, by kind
+    host  peak bytes on the rank's host: values stored there for the whole call, and offloaded values
+    disk  bytes in files on the host
     """
 
     rank: int
@@ -83,26 +85,26 @@ class RankBytes:
 
 
 def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
-    """Bytes on each rank, padding included."""
+    """Bytes of a port's value on each rank, padding included."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
     return prod(shape) * port.dtype.itemsize
 
 
 def copy_bytes(port: Port, mesh: Mesh) -> int:
-    """Bytes of the DTensor that the user sees, where it cannot be the program's buffer but is a copy in torch's layout; else 0."""
+    """Bytes of the DTensor that the user sees if it is a copy in torch's placements; 0 if it shares the program's buffer."""
     if port.kind not in ("parameter", "state") or port.sharding is None or layouts.shares_memory(port.sharding, mesh):
         return 0
     return prod(layouts.largest_chunk(port.shape, layouts.torch_placements(port.sharding, mesh), mesh)) * port.dtype.itemsize
 
 
 def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
-    """Bytes on a rank that are no padding, on average."""
+    """Mean bytes of a port's value on a rank, without padding."""
     tiles = 1 if port.sharding is None else prod(sizes[axis] for axis in port.sharding.split_axes())
     return prod(port.shape) * port.dtype.itemsize / tiles
 
 
 def runs(program: PlainProgram) -> Counter[str]:
-    """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
+    """Runs of each stage in one call: on every rank, or, in a pipeline, on the rank that owns the stage."""
     pipeline = program.pipeline
     lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
     return Counter(step.stage for steps in lists for step in steps if step.op in RUNS)
@@ -120,8 +122,11 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def output_bytes(stage: Stage, host: bool | None = None, cpu: bool = False) -> dict[str, int]:
-    """Bytes of each tensor that a stage gives, by key, whatever storage it shares; with `host`, of what lies there, or not there, and 0 of
-    others. `cpu`: of ranks whose device is the host."""
+    """Bytes of each tensor that a stage returns, by key, shared storage included.
+
+    host  True counts values on the host only, False values on the device only (others are 0), None counts both
+    cpu   whether the ranks' device is the host
+    """
     return {
         key: _bytes_in_pool(value, ir.record(value), host, cpu)
         for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
@@ -129,13 +134,14 @@ def output_bytes(stage: Stage, host: bool | None = None, cpu: bool = False) -> d
 
 
 def _bytes_in_pool(made_by: Node, one: ir.Record, host: bool | None, cpu: bool) -> int:
-    """Of a rank whose device is the host, that is a pool of copies alone: what operators make there has the device's memory."""
+    """Bytes of a record in the pool that `host` selects. If the device is the host (`cpu`), only copies count as the host's: results
+    of operators that run there belong to the device's pool."""
     there = one.host and not (cpu and ir.runs_on_host(made_by))
     return ir.local_bytes(one) if host is None or there == host else 0
 
 
 def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, int]:
-    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key; `host` as of `output_bytes`."""
+    """Bytes on a rank of each program input and each stage output, by key; `host` as in `output_bytes`."""
     found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.host) else 0 for port in program.inputs}
     for stage in program.stages.values():
         for key, size in output_bytes(stage, host, _is_host_device(program)).items():
@@ -150,7 +156,8 @@ def _is_host_device(program: PlainProgram) -> bool:
 
 
 def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
-    """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
+    """Memory of each rank of the pipeline axis; of one rank without a pipeline. `words`: the function that says which memory a value
+    shares."""
     found = []
     given, offloaded = WalkInputs(program, words), WalkInputs(program, words, host=True) if uses_host(program) else None
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
@@ -168,23 +175,25 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
 
 
 def uses_host(program: PlainProgram) -> bool:
-    """Whether anything lies on the host."""
+    """Whether any stage copies a value to the host or back."""
     return any(spmd.is_host_copy(node.target) for stage in program.stages.values() for node in stage.graph.nodes)
 
 
 def peak_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> RankBytes:
-    """The rank that needs most."""
+    """The rank with the largest total."""
     return max(by_rank(program, words), key=lambda one: one.total)
 
 
 def peak(program: PlainProgram) -> Peak:
-    """The peak over one call; of a pipeline, on the rank that needs most in all."""
+    """The peak of one call; in a pipeline, of the rank with the largest total."""
     return peak_rank(program).peak
 
 
 class WalkInputs:
-    """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk.
-    It is of what lies on the device, or on the host."""
+    """Inputs of the liveness walk that all ranks share, for the device's memory or for the host's (`host`).
+
+    made   bytes of each stage output, by key;  sizes  bytes of inputs and stage outputs (`value_bytes`)
+    """
 
     def __init__(self, program: PlainProgram, words: Words, host: bool = False) -> None:
         self.words, self.host, self.cpu = words, host, _is_host_device(program)
@@ -200,13 +209,13 @@ class WalkInputs:
 
 @dataclass(frozen=True)
 class Moment:
-    """An instruction in which a rank makes values.
+    """An instruction in which a rank computes values.
 
-    position  among those of its rank
-    waiting   bytes of what waits between stages meanwhile, by key, and `read` of what collectives read that are on their way between them:
-              as long as the walk stands here
-    walk, left  the stage that runs, and what this run of it holds; None where rows are joined
-    rows      bytes of these
+    position    index in the rank's list of instructions
+    waiting     bytes of values that wait between stages meanwhile, by key; valid only until the walk goes on
+    read        bytes of operands of collectives in flight between stages, by key; valid only until the walk goes on
+    walk, left  the stage that runs, and the values of this run; None for an instruction that joins rows
+    rows        bytes of the joined rows
     """
 
     position: int
@@ -220,7 +229,7 @@ class Moment:
     @property
     def peak(self) -> Peak:
         waiting = sum(self.waiting.values())
-        if self.left is None:  # all are there, and are copied into one
+        if self.left is None:  # all parts are live, and are copied into one tensor
             return Peak(waiting + self.rows, 0, f"rows of {name_of(self.step.into)} joined", self.position)
         grown = sum(size for key, size in self.waiting.items() if is_a(key, "gradient", "sum"))
         inside = self.left.peak
@@ -228,11 +237,11 @@ class Moment:
 
 
 def moments(program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs) -> Iterator[Moment]:
-    """One rank's list of instructions, those that make values. What it has received is there from the posting of the receive."""
+    """The instructions of one rank that compute values, in order. A received value is live from the posting of its receive."""
     steps = steps_of(program, coordinates)
-    carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    carried: dict[str, int] = {}  # bytes of values waiting between stages, by key
     sizes, made = given.sizes, given.made
-    read: dict[str, int] = {}  # bytes that collectives read which are on their way between stages, by their keys
+    read: dict[str, int] = {}  # bytes of operands of collectives in flight between stages, by the collective's key
     walked: dict[tuple[object, ...], RunLiveness] = {}
     for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
         if step.op in RUNS:
@@ -262,7 +271,7 @@ def moments(program: PlainProgram, coordinates: Mapping[str, int], given: WalkIn
 
 
 def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: WalkInputs) -> Peak:
-    """The peak of one rank's list of instructions."""
+    """The peak over one rank's list of instructions."""
     best = Peak()
     for moment in moments(program, coordinates, given):
         peak = moment.peak
@@ -272,14 +281,14 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: WalkInpu
 
 @dataclass(frozen=True)
 class RunLiveness:
-    """What a run of a stage holds.
+    """Live values of one run of a stage.
 
-    values  bytes of each value that it makes and another may read, by key
-    read    bytes that are there for what it leaves on its way, until that has been waited for, by the key of that
-    size    bytes of each value that comes and goes;  last  the position at which it goes;  grown  those that are gradients of parameters
-    beside  first and last position of bytes that are no value's
-    alive   bytes that are there before the first node, `growing` of them gradients'
-    peak    inside the stage
+    values  bytes of each value that the run returns to other stages, by key
+    read    bytes of operands of collectives that the run leaves in flight, by the collective's key
+    size    bytes of each value with a live range;  last  its last position;  grown  the gradients of parameters among them
+    beside  (first position, last position, bytes) of memory that is no value's
+    alive   live bytes before the first node;  growing  bytes of gradients among them
+    peak    the peak inside the stage
     """
 
     values: Mapping[str, int]
@@ -294,16 +303,16 @@ class RunLiveness:
 
 
 class StageLiveness:
-    """A stage, and what of its values does not differ from run to run.
+    """Live ranges of a stage's values, as far as they are equal in all of its runs.
 
-    home   the node that made a value's storage;  size  of those that are made here
-    born   the position from which each is there;  last  that of the last node that reads it
-    ends   what the stage gives, with its key
-    host   whether it is about what lies on the host;  cpu  whether the device is the host
-    kept   values that lie in memory which the stage has for good, with their bytes;  kept_when  their spans;  kept_bytes  what
-           such memory has of bytes
-    beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
-    leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
+    home   the node that allocates a value's storage;  size  bytes of the storages that are allocated in the stage
+    born   position from which a value is live;  last  position of the last node that reads its storage
+    ends   (key, value) of the stage's results
+    kept   bytes of values in static memory, which is allocated once for all runs;  kept_when  their spans;  kept_bytes  a function
+           that returns the bytes of that memory
+    beside   (first position, last position, bytes) of copies that collectives send
+    joining  bytes of parts that a collective's result is joined from, by the position at which the collective is waited for
+    leaving  operands of collectives that leave the stage in flight, by key;  sent  bytes of the copies that these send, by key
     """
 
     def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False, cpu: bool = False) -> None:
@@ -320,7 +329,7 @@ class StageLiveness:
         self.host = host
         inside = packing.pieces(stage.graph, words)
         joined = {piece.whole for piece in inside.values()}
-        first: dict[Node, Node] = {}  # the first value made in the memory of each
+        first: dict[Node, Node] = {}  # the first value written into each joined value's memory
         for position, node in enumerate(self.nodes):
             self.last[node] = self.born[node] = position
             if node.op == "output":
@@ -351,7 +360,7 @@ class StageLiveness:
         self.kept_bytes = partial(_assigned_bytes, self.kept_when)
 
     def _apply_region_lifetimes(self) -> None:
-        """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
+        """Extends live ranges in compiled regions beyond the order of lines, and ends those whose memory the last reader writes over."""
         place = {node: index for index, node in enumerate(self.nodes)}
         for piece, reader in region_lifetimes.bucket_piece_readers(self.nodes).items():
             bucket = self.home[piece.all_input_nodes[0]]
@@ -369,7 +378,7 @@ class StageLiveness:
                 self.last[min(dying, key=place.__getitem__)] -= 1
 
     def _extend_in_flight(self) -> None:
-        """What is read by something on its way is there until that has been waited for."""
+        """Extends the live range of a transfer's operand until the transfer has been waited for."""
         place = {node: index for index, node in enumerate(self.nodes)}
         arriving = [node for node, key in self.entering.items() if is_a(key, "early")]
         until = in_flight.waits(self.nodes, arriving)
@@ -391,11 +400,12 @@ class StageLiveness:
                     self.joining[waited] = largest(self.joining.get(waited, 0), size)
 
     def peak(self, freed: Mapping[str, int], summed: bool, arriving: Mapping[str, int] = MappingProxyType({})) -> RunLiveness:
-        """The peak inside the stage, and what it leaves.
+        """The live values of one run, with the peak inside the stage.
 
-        freed     bytes of inputs that nobody reads later, by key: each is gone after its last use here
-        summed    whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
-        arriving  bytes beside inputs that are on their way, by key: gone once these have been waited for
+        freed     bytes of inputs that no later instruction reads, by key: each is dead after its last use here
+        summed    whether the sums that parts are accumulated into exist already: then a part is dead once it is added; otherwise it
+                  becomes the sum
+        arriving  bytes of operands of collectives that are in flight when the run starts, by key: dead once these are waited for
         """
         size, last, gradients = dict(self.size), dict(self.last), set(self.gradients)
         for node, key in self.entering.items():
@@ -420,13 +430,13 @@ class StageLiveness:
         return replace(left, peak=self._highest(left))
 
     def kept_together(self) -> list[list[Node]]:
-        """Values that the stage keeps, those of one piece of memory together."""
+        """Values in static memory, grouped by the piece of memory that they share."""
         kept = list(self.kept)
         return [[kept[value] for value in values] for values in assign_memory(self.kept_when, list(self.kept.values()))]
 
     def course(self, left: RunLiveness) -> Iterator[tuple[int, int, int]]:
-        """At each node the most that is there: bytes, those of them that are gradients', and those that results of collectives take that
-        are joined before the node's own are there. Each value comes where it is made and goes after its last use."""
+        """At each node the largest (live bytes, bytes of gradients among them, bytes of collectives' results that are being joined). The
+        third is 0 unless joining, which comes before the node's own result is allocated, needs more than the node itself."""
         size, alive, growing = left.size, left.alive, left.growing
         coming, dying = defaultdict[int, list[Node]](list), defaultdict[int, list[Node]](list)
         for node in size:
@@ -459,24 +469,25 @@ class StageLiveness:
 
 
 def _assigned_bytes(when: Sequence[Span], *numbers: int) -> int:
-    """Bytes of the memory in which values lie one after another. `numbers`: by which they are laid there, and those of each that count."""
+    """Bytes of the static memory that values share one after another. `numbers`: the sizes by which memory is assigned, then the sizes
+    that are counted, one of each per value."""
     sizes, counting = numbers[: len(when)], numbers[len(when) :]
     return sum(max(counting[value] for value in values) for values in assign_memory(when, sizes))
 
 
 def _tracked_peak(alive: Sequence[int], growing: Sequence[int]) -> tuple[int, int]:
-    """Of numbers that are followed: which is largest is no matter then, nor where."""
+    """Peak (total, gradients) of tracked numbers; the position of the peak is not needed then."""
     return largest(0, *alive), compute_tracked(_beside_largest, *alive, *growing)
 
 
 def _beside_largest(*numbers: int) -> int:
-    """Of two rows of equal length, what stands in the second where the first has its largest."""
+    """The element of the second half of `numbers` at the index of the first half's maximum."""
     count = len(numbers) // 2
     return numbers[count + max(range(count), key=numbers.__getitem__)]
 
 
 def _allocated_bytes(node: Node, whole: Node, host: bool, cpu: bool) -> int:
-    """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
+    """Bytes that a node allocates: of its own result, or of the `whole` that it is the first part of; on the host, or on the device."""
     return 0 if is_fused(node) else sum(_bytes_in_pool(whole, one, host, cpu) for one in ir.records(whole))
 
 

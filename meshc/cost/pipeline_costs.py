@@ -20,7 +20,7 @@ from meshc.program.program import Stage
 def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
     """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device.
 
-    What a half adds to sums over microbatches, or joins, counts with it, for each microbatch the same: the first has nothing to add to.
+    Accumulating or joining a half's results over microbatches counts with the half, averaged over microbatches: the first adds nothing.
     """
     device = device or for_mesh(mesh)
     ops = {name: op for op, name in STAGE_NAMES.items()}
@@ -41,14 +41,14 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device
 
 
 def accumulation_s(op: str, size: float, microbatches: int, device: Device) -> float:
-    """Seconds a microbatch of adding a part of so many bytes to its sum, on average: the first has nothing to add to. Or of joining it."""
+    """Mean seconds per microbatch of adding a part of `size` bytes to its sum, where the first adds nothing; or of joining the part."""
     if op == "join":
         return device.launch_s + 2 * size / device.bytes_per_s
     return (1 - 1 / max(microbatches, 1)) * (device.launch_s + 3 * size / device.bytes_per_s)
 
 
 def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
-    """Bytes on a rank of each value that stages hand on, for one microbatch; 0 of those that lie on its host."""
+    """Bytes on a rank of each value that stages send or keep for others, for one microbatch; 0 if the value is on the host."""
     found = {}
     for stage in stages.values():
         for key, node in stage.results().items():
@@ -58,7 +58,7 @@ def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
 
 
 def saved_bytes(stages: Mapping[str, Stage], count: int) -> list[int]:
-    """Bytes that each stage keeps of one microbatch between its forward and its backward."""
+    """Bytes of one microbatch that each stage keeps from its forward to its backward."""
     sizes = flow_bytes(stages)
     found = []
     for stage in range(count):

@@ -1,6 +1,6 @@
 """Predicted seconds of one call of a program: the sum over its schedule or, of a pipeline, its timeline.
 
-Stages of one rank do not overlap, but for collectives that start early; and all ranks are equally fast.
+Stages of one rank do not overlap, except for collectives that start early; all ranks are equally fast.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Seconds", "program_seconds", "stage_seconds"]
 
 
 def program_seconds(program: PlainProgram, device: Device) -> Seconds:
-    """One call of a program. Of a pipeline: the whole call, and what the rank does in it that is busy longest.
+    """Seconds of one call of a program; in a pipeline, the whole call's total with the busiest rank's parts.
 
-    Raises CompileError for an instruction that it does not know.
+    Raises CompileError for an instruction that the cost model does not know.
     """
     ranks = [
         sum((took.seconds for took in play_instructions(program, steps_of(program, rank), device)), Seconds()) for rank in ranks_of(program)

@@ -4,9 +4,9 @@
     rnn                                                     (c + n - 2) / c S           backward as much
     recurrence      2 S n            backward 4 S n         (c + n - 2) / c S           backward that and S
     delta rule      (P + S) n        backward (P + 2 S) n   (c + n - 2) / c S           backward twice that and S
-    running sums    S n              backward S n           (products, maxima and the like too; where a maximum stands is S n more)
+    running sums    S n              backward S n           (products, maxima and the like too; indices of maxima are S n more)
 
-numbers of a rank of n, of a state of S numbers in all of its rows, channels and heads; P are products of keys by keys.
+Counts are elements per rank, for n ranks and a state of S elements over all rows, channels and heads; P are products of keys by keys.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ TURNS: Final[Mapping[object, str]] = {
     meshc.delta_rule_backward_turn.default: "delta rule",
 }  # fmt: skip
 HANDED_ONCE: Final = (meshc.recurrence_backward_turn.default, meshc.delta_rule_backward_turn.default)
-"""They also read the state that each rank begins with, which is handed on by itself."""
+"""Turns that also read each rank's initial state, which is sent separately."""
 ENDS: Final[Mapping[object, str]] = {
     meshc.recurrence_end.default: "recurrence", meshc.delta_rule_end.default: "delta rule", meshc.delta_rule_ends.default: "delta rule",
 }  # fmt: skip
-"""What a stretch comes to, of which ranks gather all."""
+"""Operators that compute the final state of a rank's stretch, which all ranks gather -> kind of recurrence."""
 SCANS: Final[Mapping[object, str]] = {
     aten.cumsum.default: "running sum", meshc.cumsum_back.default: "running sum", aten.cumprod.default: "running product",
     aten.logcumsumexp.default: "running log-sum", meshc.logcumsumexp_back.default: "running log-sum",
     aten.cummax.default: "running maximum", aten.cummin.default: "running minimum",
 }  # fmt: skip
-"""Whose tiles' last positions (from the end: first ones) are what stretches come to."""
+"""Scans, whose last position in a tile (first position, if scanned from the end) is the final state of the stretch -> kind."""
 STATES: Final = ("handed", "before", "begin")
-"""What a turn may have from the rank before."""
+"""Arguments of a turn that may come from the previous rank."""
 THROUGH: Final = (aten.reshape.default, aten.add.Tensor, aten.stack.default, aten.unsqueeze.default, aten.cat.default)
-"""What lays out what is sent, or adds up what comes from several ranks."""
+"""Operators that reshape sent values, or add values from several ranks."""
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Of one layer, in one call, on one rank.
+    """Traffic of one layer's recurrence, in one call, on one rank.
 
-    path      of its module
-    kind      "rnn", "recurrence", "delta rule", or which running sum or the like
-    axes      that split the sequence, over so many ranks
-    parts     in which its rows, channels or heads are handed on; 0: ranks take their stretches at once
-    sent      bytes by the program: of halos what a rank sends, of gathers their result; forward, backward
-    formula   the same by the formula
+    path      path of its module
+    kind      "rnn", "recurrence", "delta rule", or the kind of scan
+    axes      axes that split the sequence;  ranks  number of ranks along them
+    parts     number of parts in which rows, channels or heads are sent on; 0 if all ranks run their stretches at once
+    sent      (forward, backward) bytes by the program: bytes that a rank sends of halos, results of gathers
+    formula   (forward, backward) bytes by the formula
     """
 
     path: str
@@ -79,7 +79,7 @@ class Recurrence:
 
     @property
     def turns(self) -> int:
-        """0: there are none."""
+        """Number of turns; 0 if all ranks run their stretches at once."""
         return self.parts + self.ranks - 1 if self.parts else 0
 
 
@@ -87,7 +87,7 @@ _Key = tuple[str, str, tuple[str, ...], int, int]
 
 
 def traffic(program: PlainProgram) -> list[Recurrence]:
-    """Of every layer whose steps an axis splits, in the program's order."""
+    """Traffic of every layer whose steps an axis splits, in the program's order."""
     often = runs(program)
     sent: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
     formula: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
@@ -111,7 +111,7 @@ def traffic(program: PlainProgram) -> list[Recurrence]:
 
 
 def _of_turn(node: Node, counted: set[Node]) -> tuple[_Key, list[Node], float]:
-    """The halos that a turn reads and no other has read, and at the first turn what all of them come to by the formula."""
+    """The halos that a turn reads and no earlier turn has read, and, for the first turn, the elements of all turns by the formula."""
     args = _arguments(node)
     parts, ranks = args["parts"], args["ranks"]
     assert isinstance(parts, int) and isinstance(ranks, int)
@@ -124,7 +124,7 @@ def _of_turn(node: Node, counted: set[Node]) -> tuple[_Key, list[Node], float]:
 
 
 def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
-    """A gather of what stretches come to."""
+    """A gather of the final states of stretches, and its elements by the formula."""
     args, axes = _arguments(end), tuple(node.args[1])  # type: ignore[arg-type]
     ranks, state = prod(program.axis_sizes[axis] for axis in axes), _state(args)
     if ENDS[end.target] == "recurrence":
@@ -136,7 +136,7 @@ def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list
 
 
 def _find_scan(gather: Node) -> Node | None:
-    """The scan whose ends are gathered: one position of its result, or of where its extremes stand, in a new dim."""
+    """The scan whose last positions are gathered: one position of its result, or of its indices of extremes, in a new dim."""
     x, wanted = gather.args[0], [aten.unsqueeze.default, aten.slice.Tensor]
     while isinstance(x, Node) and (is_getitem(x) or x.target in (*wanted[:1], aten.add.Tensor)):
         if x.target in wanted:
@@ -148,7 +148,7 @@ def _find_scan(gather: Node) -> Node | None:
 
 
 def _of_scan(node: Node, scan: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
-    """A gather of what running sums of stretches come to: a position of each."""
+    """A gather of one position of each scan's stretch, and its elements by the formula."""
     axes, args = tuple(node.args[1]), _arguments(scan)  # type: ignore[arg-type]
     shape, dim = _shape(args["self"] if "self" in args else args["x"]), args["dim"]
     assert isinstance(dim, int)
@@ -157,7 +157,7 @@ def _of_scan(node: Node, scan: Node, program: PlainProgram) -> tuple[_Key, list[
 
 
 def _state(args: dict[str, object]) -> int:
-    """Numbers of the state of all rows that a rank has."""
+    """Elements of the state of all rows of a rank."""
     if "weight" in args:
         rows = _shape(args["x"] if "x" in args else args["grad"])[1]
         return (2 if args["kind"] == "lstm" else 1) * rows * _shape(args["weight"])[1]
@@ -170,7 +170,7 @@ def _state(args: dict[str, object]) -> int:
 
 
 def _before(values: Sequence[Node], targets: Collection[object]) -> list[Node]:
-    """Calls of these that values are made of, through what lays them out or adds them up."""
+    """Calls of `targets` that the values are computed from, looked up through the operators of THROUGH."""
     found, left = [], list(values)
     while left:
         one = left.pop()
@@ -187,7 +187,7 @@ def _arguments(node: Node) -> dict[str, object]:
 
 
 def _axes(place: object) -> tuple[str, ...]:
-    """The axes along which a rank has its place in the chain."""
+    """The axes of a rank's position in the chain."""
     if not isinstance(place, Node):
         return ()
     if place.target is spmd.coordinate:

@@ -1,15 +1,15 @@
 """Live ranges of values in compiled regions, where they differ from the order of lines.
 
-    with region(3):                               what a backend's generated code does
-        w1 = reshape(slice(bucket, 1, 0, 8))      is copied before its first reader, or read where it lies, and not where its line stands:
-        w2 = reshape(slice(bucket, 1, 8, 16))     the bucket stays until the last of its pieces has been read
+    with region(3):                               in the backend's generated code
+        w1 = reshape(slice(bucket, 1, 0, 8))      is copied before its first reader, or read in place, not at its line:
+        w2 = reshape(slice(bucket, 1, 8, 16))     the bucket is live until the last of its pieces has been read
         ...
-        a_1 = silu(h); g1 = mm(t(a_1), gy)        what is recomputed of h is made with what else is made of h, in one kernel: a_1 and gh are
-        gh = silu_backward(gy_a, h)               there at once, although a_1 could be gone by then; gh lies where gy_a lay, which nothing
-                                                  reads after it
+        a_1 = silu(h); g1 = mm(t(a_1), gy)        a_1, recomputed from h, and gh are computed in one kernel, since both read h: both are
+        gh = silu_backward(gy_a, h)               live at once, although a_1 could be dead by then; gh reuses the memory of gy_a, which
+                                                  nothing reads later
 
-Seen in what Inductor generates (docs/decisions/memory-of-programs.md): copies of pieces are kernels of their own, which are
-ordered by who reads them, and pointwise kernels over the same operands are fused if none waits for the other.
+Observed in Inductor's code (docs/decisions/memory-of-programs.md): copies of pieces are kernels of their own, ordered by their readers,
+and pointwise kernels over the same operands are fused if neither depends on the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshc.program.bucket import is_copy
 
 
 def bucket_piece_readers(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Of copies out of a bucket that a region reads, what reads them last there. `nodes`: of a stage, in order."""
+    """The last reader of each copy out of a bucket, within the copy's region. `nodes`: all nodes of a stage, in order."""
     place = {node: turn for turn, node in enumerate(nodes)}
     found = {}
     for node in nodes:
@@ -38,7 +38,7 @@ def bucket_piece_readers(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a value, in whatever way it looks at it."""
+    """The readers of a value, directly or through views of the same region."""
     for user in node.users:
         if region_of(user) == region_of(node) and packing.is_view(user) and not is_copy(user):
             yield from _readers(user)
@@ -47,7 +47,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def fused_recomputes(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Of pointwise values that are recomputed, and lie in memory, the last line of their region that is made in the same kernel."""
+    """Recomputed pointwise value that is stored in memory -> the last node of its region that is computed in the same kernel."""
     found: dict[Node, Node] = {}
     regions: dict[int, list[Node]] = defaultdict(list)
     for node in nodes:
@@ -61,7 +61,8 @@ def fused_recomputes(nodes: Sequence[Node]) -> dict[Node, Node]:
 
 
 def reusable_operands(again: Node, other: Node) -> Iterator[Node]:
-    """What a kernel that makes both lines may write the other's result over: operands of it alone that their region makes, as large."""
+    """Operands whose memory a kernel that computes both nodes may reuse for the result of `other`: operands of `other` alone, computed in
+    the same region, of equal size."""
     for operand in _in_memory(other) - _in_memory(again):
         inside = operand.op == "call_function" and region_of(operand) == region_of(other)
         if inside and ir.is_tensor(operand) and _is_as_large(operand, other):
@@ -90,7 +91,7 @@ def _region_fusions(members: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _in_memory(node: Node) -> frozenset[Node]:
-    """What a kernel reads for a value: through views, and what is never in memory."""
+    """The values in memory that a kernel reads to compute a node: operands, looked up through views and fused values."""
     found: set[Node] = set()
     work = list(node.all_input_nodes)
     while work:
@@ -103,7 +104,7 @@ def _in_memory(node: Node) -> frozenset[Node]:
 
 
 def _dependents(node: Node, members: Sequence[Node]) -> set[Node]:
-    """What of the region waits for a product, or the like, that is made of a node."""
+    """Nodes of the region that depend on `node` through an operator that cannot be fused with it, such as a product."""
     with_it, waits = {node}, set[Node]()
     for other in members:
         if any(operand in waits for operand in other.all_input_nodes):

@@ -5,9 +5,10 @@
 
 Operands and results are each read or written once: what a composite operator (attention, an optimizer's update of all parameters) makes
 inside is not memory traffic of its own. Views and integers take nothing. In a compiled region, lines whose values are made for one another
-are one kernel (`fused_values.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson: Roofline (CACM
-52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van de Geijn: Anatomy
-of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are slower by that.
+are one kernel (`fused_values.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson:
+Roofline (CACM 52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van
+de Geijn: Anatomy of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are
+slower by that.
 """
 
 from __future__ import annotations

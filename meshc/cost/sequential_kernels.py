@@ -15,7 +15,7 @@ STEP: Final[Mapping[str, int]] = {"lstm": 16, "gru": 14, "tanh": 5, "relu": 5}
 """Kernels of one step of `meshc.rnn`, a product among them; backward has about twice as many."""
 
 KERNELS_OF_A_CHUNK: Final = 4
-"""Of the gated delta rule, from a chunk of positions to the next."""
+"""Kernels of the gated delta rule per chunk of positions."""
 
 PARTED: Final[Mapping[str, Sequence[str]]] = {
     "meshc.delta_rule_turn": ("q", "k", "v", "e", "g", "before"),
@@ -26,7 +26,7 @@ PARTED: Final[Mapping[str, Sequence[str]]] = {
     "meshc.rnn_turn": ("x", "before"),
     "meshc.rnn_turn_backward": ("grad", "of_last", "kept"),
 }
-"""Operators that take a part of the rows of these operands; their argument `parts` says how many there are."""
+"""Operator -> operands of which it reads one part of the rows; its argument `parts` is the number of parts."""
 
 
 def argument(node: Node, name: str) -> object:
@@ -36,7 +36,7 @@ def argument(node: Node, name: str) -> object:
 
 
 def operand_shares(node: Node) -> dict[Node, float]:
-    """The operands of which less than all is read, and how much."""
+    """Operands that are read in part only -> the share that is read."""
     if ir.op_name(node) == "meshc.in_turn":
         made, ranks = cast(Sequence[Node], node.args[0]), cast(int, argument(node, "ranks"))
         return dict.fromkeys(made, 1 - (ranks - 1) / len(made))
@@ -47,7 +47,7 @@ def operand_shares(node: Node) -> dict[Node, float]:
 
 
 def kernels(node: Node, on_cpu: bool) -> int:
-    """How many kernels one call runs one after another."""
+    """Number of kernels that one call runs one after another."""
     counted = KERNELS.get(ir.op_name(node))
     return 1 if counted is None else counted(node, on_cpu)
 
@@ -62,7 +62,7 @@ def _rnn(name: str, times: int) -> Callable[[Node, bool], int]:
 
 
 def _recurrence(node: Node, on_cpu: bool) -> int:
-    """Of t steps t on a CPU, elsewhere those of stretches at once, twice the root of t."""
+    """Kernels of t steps: t on a CPU; elsewhere twice the square root of t, since stretches run in parallel."""
     steps = _shape(node, "a")[cast(int, argument(node, "dim"))]
     return steps if on_cpu or not steps else 2 * (isqrt(steps - 1) + 1)
 

@@ -1,31 +1,31 @@
 """Predicted seconds of one run of a stage: its operators and collectives on a simulated clock.
 
-    computing   |mm|mm|..wait..|mm|          a collective starts where it stands, and is waited for where its result is first read
+    computing   |mm|mm|..wait..|mm|          a collective starts at its line, and is waited for where its result is first read
     link           |all_reduce |
 
-So it is in the generated code (`runtime/run/codegen.py`). Where the two share cores (`contention` of the device, c), each is slower beside
-the other: while an operator computes for T seconds, the link does what takes it at most T / max(c, 1 - c) seconds alone, and the operator
-loses c of each of these.
+The generated code does the same (`runtime/run/codegen.py`). If computing and communication share cores (the device's `contention`, c),
+each slows the other: while an operator computes for T seconds, the link completes at most T / max(c, 1 - c) seconds of its own work, and
+the operator loses c seconds for each of these.
 
-    c = 0      |mm|mm|mm|mm|          1      |mm  |mm  |mm|mm|      both in turns, as long as one after the other
+    c = 0      |mm|mm|mm|mm|          1      |mm  |mm  |mm|mm|      in turns: takes as long as one after the other
                |all_reduce|                  |a l l _ r e d u c e|
 
-Copies to the host, and those from there, are likewise beside what is computed, in a lane for each direction. A rank whose device is the
-host makes them itself: they take its computing time. What runs on the host has a lane of its own there:
+Copies between device and host overlap with computing too, in one lane per direction. If the rank's device is the host, copies take
+computing time instead. Operators that run on the host have a lane of their own:
 
-    device     |mm|mm|mm|           |mm|     it begins once all copies that have been started are done, and the rank's own thread runs it:
-    out           |grad|                     what was handed to the device before goes on there, nothing is handed to it meanwhile
+    device     |mm|mm|mm|           |mm|     a host operator starts once all started copies are done, on the rank's own thread:
+    out           |grad|                     work queued on the device before it goes on, nothing is queued meanwhile
     host               |adam|adam|
     in                           |param|
 
-Ranks compute the same and are not equally fast at it at every moment, so that the last comes to a collective later than a rank does on
-average: by `uneven` of the device times the root of what they have computed since they last waited for each other. Disturbances that know
-nothing of each other add up so. A rank that has something else to compute until it reads the result does not notice.
+Ranks do equal work at slightly varying speed, so the last rank reaches a collective later than the average one: by the device's `uneven`
+times the square root of the seconds computed since the ranks last waited for each other, as independent disturbances add up. The delay is
+hidden if a rank has other work to compute until it reads the result.
 
     computing   |mm|mm|... |mm|            the last rank starts its all_reduce where the dots begin
     link              |all_reduce|..|
 
-What the clock assumes: a rank has one link, on which collectives go one after another.
+Assumption: a rank has one link, on which collectives run one after another.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from meshc.ir.mesh import Mesh
 from meshc.program.in_flight import earlier_waits
 
 HOST: Final = "host"
-"""What communication with the host goes by, beside axes."""
+"""Key of copies between device and host in `Seconds.communication`, beside the axes of collectives."""
 
 
 @dataclass(frozen=True)
 class Seconds:
     """Predicted seconds on a rank.
 
-    compute         of all operators on the device
-    there           of those on its host
-    communication   of all collectives, by their axes (`dp`, or `dp, tp`); of copies to the host and from there by HOST
-    idle            of all seconds of a pipeline's call, those in which the rank has nothing to do
-    total           on the clock; less than the sum by what runs at the same time
+    compute         seconds of all operators on the device
+    there           seconds of operators on the host
+    communication   seconds of collectives, by axes (`dp`, or `dp, tp`), and of copies to and from the host, under HOST
+    idle            seconds of a pipeline's call in which the rank has no work
+    total           elapsed seconds; less than the sum of the others by the time that overlaps
     """
 
     compute: float = 0.0
@@ -74,27 +74,25 @@ class Seconds:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication, and of computing on the host, that cost none, since something is computed beside it; none where each
-        slows the other by more."""
+        """Seconds of communication and of computing on the host that overlap with computing; 0 if contention costs more than that."""
         return max(0.0, self.compute + self.there + sum(self.communication.values()) + self.idle - self.total)
 
 
 def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> Seconds:
-    """One run of a stage's per-rank graph. `arriving`: parameters that are on their way when it begins, with the seconds that they take
-    from then on."""
+    """Seconds of one run of a stage's per-rank graph. `arriving`: parameters in flight at its start, with seconds until each arrives."""
     return stage_times(graph, mesh, device, arriving)[0]
 
 
 def stage_times(
     graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None
 ) -> tuple[Seconds, dict[Node, float]]:
-    """The seconds of one run, and when each value is made; of a collective, when it is first waited for."""
+    """The seconds of one run, and the time at which each value is computed; for a collective, at which it is first waited for."""
     seconds, clock = run_clock(graph, mesh, device, arriving)
     return seconds, clock.made
 
 
 def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock]:
-    """The seconds of one run, and the clock that was told of it."""
+    """The seconds of one run, and the clock after it."""
     clock, compute, there = Clock(arriving, device.contention, device.uneven), 0.0, 0.0
     communication: dict[str, float] = {}
     before = earlier_waits(graph.nodes)
@@ -120,10 +118,10 @@ def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, 
 
 
 class Clock:
-    """One rank's, told of each node in turn with what it takes.
+    """Simulated clock of one rank; it is advanced node by node, with the seconds that each takes.
 
-    made    when each value is there; of a collective, when it is first waited for
-    waited  seconds that a collective costs the rank: it stood still for it, or computed more slowly beside it
+    made    time at which each value is ready; for a collective, at which it is first waited for
+    waited  seconds that a collective or copy costs the rank: by waiting for it, or by slower computing beside it
     """
 
     def __init__(self, arriving: Mapping[Node, float] | None = None, contention: float = 0.0, uneven: float = 0.0) -> None:
@@ -144,13 +142,13 @@ class Clock:
         self.made[node] = self._now
 
     def compute_on_host(self, node: Node, takes: float) -> None:
-        """On the host, by the rank's own thread."""
+        """Advances the host's lane: the operator runs on the rank's own thread."""
         if takes:
             self._thread = max(self._thread, *self._lanes.values(), 0.0) + takes
         self.made[node] = self._thread
 
     def exchange(self, node: Node, takes: float, before: Collection[Node] = ()) -> None:
-        """`before`: collectives that have to be done when it starts."""
+        """Starts a collective. `before`: collectives that must be complete before it starts."""
         self._await_operands(node)
         for earlier in before:
             if earlier in self._ready:
@@ -159,7 +157,7 @@ class Clock:
         self._late[node] = self._uneven * sqrt(self._now - self._met)
 
     def copy(self, node: Node, takes: float, device: Device, before: Collection[Node] = ()) -> None:
-        """To the host or from there. `before`: copies that have to be done when it starts."""
+        """Starts a copy to or from the host. `before`: copies that must be complete before it starts."""
         if device.host is None:
             return self.compute(node, takes)
         self._await_operands(node)
@@ -170,17 +168,17 @@ class Clock:
         return None
 
     def await_all(self) -> None:
-        """Stands still until all is there: a run ends here, and what it gives is read in another."""
+        """Waits for all collectives and copies: the run ends here, and its results are read in another."""
         for node in [*self._ready, *self._copied]:
             self._await(node)
 
     def _contention_loss(self, takes: float) -> float:
-        """Seconds that computing for so many loses to the link, which does not get on by as many either."""
+        """Seconds that `takes` seconds of computing lose to contention with the link; delays the link accordingly."""
         if not self._contention or self._free <= self._now or not takes:
             return 0.0
         done = self._now + min(self._free - self._now, takes / max(self._contention, 1 - self._contention))
         at, lost = self._now, self._contention * (done - self._now)
-        for node, ready in self._ready.items():  # in the order in which the link has them
+        for node, ready in self._ready.items():  # in the link's order
             if ready > at:
                 self.waited[node] += self._contention * (min(ready, done) - at)
                 at = min(ready, done)
@@ -208,6 +206,6 @@ class Clock:
 
     @property
     def end_s(self) -> float:
-        """When everything is done."""
+        """Time at which all lanes are done."""
         last = (ready + self._late.get(node, 0.0) for node, ready in self._ready.items())
         return max(self._now, self._free, self._thread, *self._lanes.values(), *last)

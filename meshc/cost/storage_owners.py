@@ -14,7 +14,7 @@ from meshc.program.bucket import is_copy
 
 
 def producing_call(node: Node) -> Node | None:
-    """The call that made it, if a node is one of several results that have memory of their own."""
+    """The call that a node is a result of, if it is one of several results with memory of their own; else None."""
     if not ir.is_getitem(node):
         return None
     made, _ = ir.value_of(node)
@@ -25,7 +25,7 @@ def producing_call(node: Node) -> Node | None:
 
 
 def storage_owner(node: Node, words: Words) -> Node:
-    """The value in whose memory a node's result lies: the node, if that is its own."""
+    """The value whose memory holds a node's result: the node itself if it has memory of its own."""
     if node.target in REPLACED:
         return node.args[0]  # type: ignore[return-value]
     if spmd.is_host_copy(node.target) and len(node.args) > 1:

@@ -1,15 +1,15 @@
 """Cost of uneven attention along a split sequence: imbalance between ranks, and scores computed that a mask hides.
 
     a causal mask, four ranks in natural order, tiles of t     1/2 t t, 3/2 t t, 5/2 t t, 7/2 t t: of n ranks the last has (2 n - 1) / n
-    positions (a kernel that goes through b keys at once       of the mean; at each step of a ring some have a tile to compute and
-    computes a triangle as t (t + b) / 2)                      others none, which wait, so that it comes to the same
+    positions (a kernel with b keys at once computes a         of the mean; at each step of a ring some ranks have a tile to compute
+    triangle as t (t + b) / 2)                                 and the others wait, with the same total
 
-    a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
-    a mask that is given as a tensor                                        at most all scores; what it hides is not known before it is
-                                                                         there, and skipped then on a CPU (`attention_masked_blocks.py`)
+    a window of w in blocks of w rows                                       2 w keys for each row, of which a query sees w
+    a mask that is given as a tensor                                        at most all scores; hidden ones are not known in advance, and
+                                                                         are skipped at run time on a CPU (`attention_masked_blocks.py`)
 
-Seconds are those of the clock, which prices each call by the rank that has most to do (`roofline.py`), and what they would be if all
-ranks had the same and nothing hidden were computed. In zigzag order they are the same.
+Seconds are those of the clock, which prices each call by the busiest rank (`roofline.py`), compared with an even division without hidden
+scores. In zigzag order the two are equal.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from meshc.ops.attention_block import rows_that_see
 from meshc.program.program import PlainProgram, Stage, sizes
 
 LEARNED: Final = ("parameter", "state")
-"""What a bias may be made of that hides nothing."""
+"""Kinds of inputs from which a bias that hides nothing may be computed."""
 
 
 @dataclass(frozen=True)
 class UnevenAttention:
     """One attention of the model, in one call: forward and backward.
 
-    path, place   of its module; the line of the model that calls it (`model.py:31`)
-    axes          along which its queries are split
-    gathered      bytes of the whole keys and values that a rank has at a time; 0: a ring, of which it has blocks
-    why           what is not balanced, or not skipped
-    most          what the rank with most computes, in multiples of what falls to each; 0 where it is not known what a mask hides
-    takes_s       predicted seconds of it on that rank, for which the others wait
-    even_s        what they would be if all had the same and nothing hidden were computed; where that is not known, if all were hidden
+    path, place   path of its module; the line of the model that calls it (`model.py:31`)
+    axes          axes that split its queries
+    gathered      bytes of gathered keys and values that a rank holds at a time; 0 for a ring, which passes blocks
+    why           reasons for imbalance, or for computing hidden scores
+    most          arithmetic of the busiest rank over an even share of that needed; 0 if it is not known what a mask hides
+    takes_s       predicted seconds on the busiest rank, for which the others wait
+    even_s        predicted seconds with an even division and no hidden scores; if a mask is not known, as if it hid everything
     """
 
     path: str
@@ -61,13 +61,13 @@ class UnevenAttention:
 
     @property
     def costs_s(self) -> float:
-        """At most so many seconds, where it is not known what a mask hides."""
+        """Seconds lost to imbalance and hidden scores; an upper bound if it is not known what a mask hides."""
         return self.takes_s - self.even_s
 
 
 @dataclass
 class _Sum:
-    """Of all calls that one attention has become. Work is in seconds of multiplications and additions alone."""
+    """Sum over all calls that one attention was lowered to. Work is in seconds of multiplications and additions alone."""
 
     axes: tuple[str, ...] = ()
     gathered: int = 0
@@ -79,7 +79,7 @@ class _Sum:
 
 
 def uneven_attention(program: PlainProgram, device: Device) -> list[UnevenAttention]:
-    """In the program's order; nothing of attention that is balanced and computes no more than its mask shows."""
+    """Attentions that are unbalanced or compute hidden scores, in the program's order."""
     often, found = runs(program), dict[tuple[str, str], _Sum]()
     for stage in program.stages.values():
         for node in stage.graph.nodes:
@@ -103,13 +103,13 @@ IN_ORDER: Final = "causal, in natural order: each step is as long as the last ra
 STAYING: Final = "causal: keys stay where they are, and later ones are seen less"
 MASK: Final = "its mask is a tensor, and what that hides is computed"
 MASK_LOOKED_UP: Final = "its mask is a tensor: how much a rank has to do is known when it is there"
-"""On a CPU."""
+"""Reason on a CPU, where kernels skip hidden blocks at run time."""
 
 
 class _Call:
     """One call on a rank's tiles: attention to gathered keys, or to a block of them.
 
-    axes   along which its queries are split; none where they are whole, or in zigzag order
+    axes   axes that split its queries; none if they are whole, or in zigzag order
     """
 
     def __init__(self, node: Node, stage: Stage, extents: Mapping[str, int]) -> None:
@@ -150,8 +150,8 @@ class _Call:
         return IN_ORDER if any(_axes_of(self.given["start"])) else STAYING
 
     def _scores(self, block: int) -> tuple[list[float], list[float]]:
-        """Of each rank along the axes, those that it computes for one row and head, and those of them that it needs: under a causal mask
-        all that are computed, which are more than it shows by the keys that kernels go through at once."""
+        """Scores of each rank along the axes, for one row and head: (computed, needed). Under a causal mask all computed scores count as
+        needed, also those that a kernel computes in the blocks at the mask's edge."""
         queries, keys, window = record(self.given["q"]).shape[2], record(self.given["k"]).shape[2], self.given["window"]
         found = []
         for places in product(*(range(self.extents[axis]) for axis in self.axes)):
@@ -164,7 +164,7 @@ class _Call:
 
 @cache
 def _scores(queries: int, window: int, block: int, begin: int, real: int) -> tuple[float, float]:
-    """Computed and needed, where `real` of the keys are no padding and the first query stands at the key `begin`."""
+    """(computed, needed) scores, with `real` keys that are not padding and the first query at key `begin`."""
     rows = rows_that_see(queries, real, window, begin)
     computed = scores_computed(rows.stop - rows.start, real, window, begin + rows.start, block)
     return computed, _visible_pairs(queries, real, window, begin) if window else computed
@@ -175,10 +175,10 @@ def _at(priced: Price, share: float) -> float:
 
 
 def _visible_pairs(queries: int, keys: int, window: int, begin: int) -> int:
-    """Pairs of a query at `begin`, `begin + 1`, ... and a key that is one of the last `window` up to there."""
+    """Number of pairs of a query at `begin`, `begin + 1`, ... and a key among the last `window` up to the query."""
 
     def up_to(end: int) -> int:
-        """The keys up to each of all places before `end`, added up."""
+        """Sum over positions before `end` of the number of keys up to each."""
         inside = max(0, min(end, keys))
         return inside * (inside + 1) // 2 + max(0, end - keys) * keys
 
@@ -202,7 +202,7 @@ def _axes_of(number: object) -> Iterator[str]:
 
 
 def _number(number: object, at: Mapping[str, int]) -> int | None:
-    """A number of a tile on the rank at these coordinates; None where an operator has none."""
+    """The value of a tile's number on the rank at coordinates `at`; None if the operator has none."""
     if not isinstance(number, Node):
         return cast(int | None, number)
     if number.target is spmd.coordinate:
@@ -220,8 +220,8 @@ def _bytes(value: Node) -> int:
 
 
 def _hides(bias: Node, stage: Stage) -> bool:
-    """Whether a bias may hide keys: something that is true or false has a part in it, or it comes from elsewhere. One by position alone, or
-    learned, hides none."""
+    """Whether a bias may hide keys: it is computed from booleans, or its origin is unknown. A bias by position alone, or a learned one,
+    hides none."""
     keys, left, seen = stage.keys(), [bias], set[Node]()
     while left:
         node = left.pop()

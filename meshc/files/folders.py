@@ -1,11 +1,11 @@
 """Atomic writes of files and folders: written beside the target path, then exchanged with what is there.
 
-    .p.meshc.new-1f0c9a3e     what a save is writing, with a lock (flock) on it that ends with its process
-    p.meshc                   what was saved before, or after: at every moment one of the two
-    .p.meshc.old              where the file system cannot exchange two names: what was there, between two renames
+    .p.meshc.new-1f0c9a3e     the folder that a save is writing, with a lock (flock) that ends with its process
+    p.meshc                   the previous save or the new one: at every moment exactly one of the two
+    .p.meshc.old              the previous save, between two renames, if the file system cannot exchange two names
 
-What a killed process has left beside a path is removed by the next that writes there; where the file system has no such locks, once it is a
-day old.
+Folders left by a killed process are removed by the next process that writes there; on a file system without locks, once they are a day
+old.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABANDONED_S: Final = 24 * 3600.0
-"""What is being written is younger than this."""
+"""Age in seconds from which a folder counts as abandoned on a file system without locks."""
 
 
 def beside(target: Path, suffix: str) -> Path:
@@ -40,7 +40,7 @@ def beside(target: Path, suffix: str) -> Path:
 
 
 def to_disk(path: Path) -> None:
-    """A file's contents, or a folder's names, are on the disk when this returns, as far as the file system has that for folders."""
+    """Flushes a file's contents, or a folder's entries if the file system supports that, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,19 +52,19 @@ def to_disk(path: Path) -> None:
 
 
 def may_replace(target: Path, holding: str) -> bool:
-    """Whether nothing stands at `target`, or an empty folder, or one that holds this file."""
+    """Whether `target` does not exist, is an empty folder, or is a folder with the file `holding`."""
     return not target.exists() or (target / holding).is_file() or (target.is_dir() and not any(target.iterdir()))
 
 
 def kept_aside(target: Path) -> str:
-    """For the error that nothing stands at `target`: where what was there lies, if a save was cut short between two renames."""
+    """Text for the error that `target` does not exist: the path of the previous save, if a save was interrupted between two renames."""
     old = beside(Path(os.path.realpath(target)), "old")
     return f"; what was there before a save that was cut short lies in {old}: rename it to go on with it" if old.exists() else ""
 
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be filled and then `put` there; it is gone afterwards in any case."""
+    """Context with a new folder beside `target`, to be filled and passed to `move_into_place`; it is removed at the end in any case."""
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(target)
     with _locked_folder(target) as made:
@@ -72,7 +72,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def move_into_place(made: Path, target: Path) -> None:
-    """`made` to where `target` is, in one step; what was there is removed then. Both are on one file system."""
+    """Moves `made` to `target` in one step and removes the previous `target`. Both are on one file system."""
     to_disk(made)
     if not target.exists():
         made.rename(target)
@@ -90,14 +90,14 @@ def move_into_place(made: Path, target: Path) -> None:
 
 
 def write_text(target: str | os.PathLike[str], text: str, lasting: bool = True) -> None:
-    """A text file, whole or as it was before; `lasting`: on the disk when this returns. Raises FileError if it cannot be written."""
+    """Writes a text file atomically; `lasting`: flushed to the disk when this returns. Raises FileError if it cannot be written."""
     write_file(target, lambda made: made.write_bytes(text.encode()), lasting)
 
 
 def write_file(target: str | os.PathLike[str], write: Callable[[Path], object], lasting: bool = True) -> None:
-    """Like `write_text`, of what `write` writes to the path that it is given.
+    """Like `write_text`, with contents that the function `write` writes to a path.
 
-    What is no file (/dev/stdout, a pipe) is written to as it stands.
+    A target that is no regular file (/dev/stdout, a pipe) is written directly.
     """
     file = Path(os.path.realpath(target))
     with writing(Path(target)):
@@ -120,7 +120,7 @@ def write_file(target: str | os.PathLike[str], write: Callable[[Path], object], 
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """What the operating system refuses while `target` is written becomes an error that says what to do."""
+    """Context that converts errors of the operating system while `target` is written to a FileError with what to do."""
     try:
         yield
     except FileError:
@@ -154,7 +154,7 @@ def _nearest_existing_parent(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that nobody else has, locked while it is in use."""
+    """Context with a new folder beside `target`, locked while it is in use."""
     while True:
         made = beside(target, f"new-{secrets.token_hex(4)}")
         made.mkdir()
@@ -170,7 +170,7 @@ def _locked_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_left_behind(target: Path) -> None:
-    """What processes that are gone were writing to `target`."""
+    """Removes folders that ended processes were writing for `target`."""
     name = re.compile(re.escape(beside(target, "new").name) + r"(-[0-9a-f]{8})?")
     with contextlib.suppress(OSError):
         for path in [path for path in target.parent.iterdir() if name.fullmatch(path.name) and not path.is_symlink()]:
@@ -189,7 +189,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock is now this process's; None where there are no locks."""
+    """Whether this process got the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -215,7 +215,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange_names(one: Path, other: Path) -> bool:
-    """Whether the two have changed names, in one step; not every system and file system can."""
+    """Exchanges two names in one step; returns False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -1,10 +1,10 @@
 """Cache of compiled kernels between processes, in `MESHC_CACHE` (default `~/.cache/meshc`), writable by its owner only.
 
-    philox-1f0c....so      a shared library, and behind its last byte the SHA-256 of all before
-    .philox-1f0c....lock   held (flock) by the one process that builds; the others wait for it, then load what it has built
+    philox-1f0c....so      a shared library, followed by the SHA-256 of its bytes
+    .philox-1f0c....lock   locked (flock) by the one process that builds; the others wait, then load the result
 
-Loading a library runs it. So a folder that others may write, by itself or by one of the folders above it, is not used: the kernel is then
-built for this process alone, with a warning. A file in it that others may write, a link, or one whose hash is another is built again.
+Loading a library runs its code. So a folder that other users can write, directly or through a parent folder, is not used: the kernel is
+then built for this process alone, with a warning. A file that others can write, a link, or a file with a wrong hash is built again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
 
 
 def _is_good(file: Path, tell: bool = False) -> bool:
-    """Whether the file is there, nobody else's, and what was built."""
+    """Whether the file exists, can be written by nobody else, and has the right hash. `tell`: warn if not."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -68,12 +68,12 @@ def _is_good(file: Path, tell: bool = False) -> bool:
 
 @contextlib.contextmanager
 def _building(folder: Path, name: str) -> Iterator[None]:
-    """One process at a time. A process that ends lets go; where there are no locks, all build, and the last one's stays."""
+    """Context of one building process at a time. The lock ends with its process; without locks all build, and the last result stays."""
     descriptor = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            for left in folder.glob(f".build-{name}-*"):  # by a process that was ended
+            for left in folder.glob(f".build-{name}-*"):  # left by a process that was ended
                 shutil.rmtree(left, ignore_errors=True)
         yield
     finally:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def refusal(folder: Path) -> str | None:
-    """Why what lies there may be somebody else's; None if it cannot be. Makes the folder if there is none."""
+    """Why other users may write in the folder; None if they cannot. Creates the folder if it does not exist."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         real = folder.resolve(strict=True)
         for place in (real, *real.parents):
             found = place.stat()
-            above = place != real and bool(found.st_mode & stat.S_ISVTX)  # in /tmp everybody may write, and move only what is his
+            above = place != real and bool(found.st_mode & stat.S_ISVTX)  # sticky, as /tmp: users can move only their own entries
             fault = open_to_others(found) if not above else None
             if fault is not None:
                 return f"{place} {fault}"
@@ -26,7 +26,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def open_to_others(found: os.stat_result) -> str | None:
-    """Whether another user than this one and root may change it."""
+    """Text that says why a user other than this one and root may change a file; None if none may."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to another user (uid {found.st_uid})"
     if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
@@ -35,7 +35,7 @@ def open_to_others(found: os.stat_result) -> str | None:
 
 
 def _is_private(group: int) -> bool:
-    """A group of this user's own, as most systems give each: of the user's name, without other members; or root's."""
+    """Whether a group is this user's private group, of the user's name and without other members, or root's."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:

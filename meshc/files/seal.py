@@ -1,6 +1,6 @@
 """JSON tables with a hash of their own text, by which damage or an edit is detected.
 
-It guards against accidents; who edits a table on purpose can seal it again.
+The hash guards against accidents; whoever edits a table on purpose can seal it again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SEAL: Final = re.compile(r'"sha256": "([0-9a-f]{64})"\n}\n?\Z')
 
 
 def seal_text(table: Mapping[str, object]) -> str:
-    """The table's text; the last of its entries is the hash of what stands before it."""
+    """The table's text, whose last entry is the hash of the text before it."""
     rows = {name: value for name, value in table.items() if name != "sha256"}
     text = json.dumps({**rows, "sha256": "0" * 64}, indent=1) + "\n"
     found = _SEAL.search(text)

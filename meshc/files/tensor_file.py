@@ -2,11 +2,11 @@
 
     header   {"__metadata__": {"meshc": {"block_bytes": 1048576, "sha256": {"up.weight": ["9f86d081884c7d65...", ...]}}},
               "up.weight": {"dtype": "F32", "shape": [512, 1024], "data_offsets": [0, 2097152]}}
-    data     what a rank reads of `up.weight` touches some of its blocks: those are hashed, each once, and compared
+    data     a rank's slice of `up.weight` touches some of its blocks: these are hashed, each once, and compared
 
-A hash is of a block's bytes and of the tensor's name and shape and the block's number, so that no tensor can stand in for another. It is
-made from memory, before anything is written. `seal` is what a table beside the file says of it: its size, and a hash of its header, which
-holds the other hashes. A file without hashes (somebody's inputs) is read as it is.
+A hash covers a block's bytes, the tensor's name and shape, and the block's number, so that no tensor can replace another. Hashes are
+computed from memory, before anything is written. A `Seal`, stored in a table beside the file, has the file's size and a hash of its header,
+which holds the other hashes. A file without hashes, such as a user's inputs, is read unchecked.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from meshc.ir.bounds import parse_json
 BLOCK_BYTES: Final = 1 << 20
 _KEY: Final = "meshc"
 _LONGEST_HEADER: Final = 100_000_000
-"""What safetensors itself reads at most."""
+"""Largest header in bytes; safetensors' own limit."""
 _AGAIN: Final = "save or copy it again"
 
 
 class Seal(TypedDict):
-    """What a table beside a file says of it."""
+    """A file's size and the hash of its header, stored in a table beside the file."""
 
     bytes: int
     header: str
 
 
 class _HeaderEntry(TypedDict):
-    """A tensor, in the header."""
+    """A tensor's entry in the header."""
 
     dtype: str
     shape: list[int]
@@ -67,10 +67,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
 class TensorFile:
     """Tensors on disk, read a slice at a time. Use as a context manager, or `close` it.
 
-    seal    what `write` returned; without it a file may carry hashes or not
-    advice  what to do if the file is damaged
+    seal    the result of `write`; without it the file need not have hashes
+    advice  text of what to do if the file is damaged
 
-    Raises ArtifactError for a file that is damaged, here for its size and header, later for the tensors that are read.
+    Raises ArtifactError for a damaged file: on opening for its size and header, later for the tensors that are read.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, advice: str = _AGAIN) -> None:
@@ -106,7 +106,7 @@ class TensorFile:
         self._checked: dict[str, set[int]] = {name: set() for name in self.names}
 
     def _read_hash_table(self, text: str) -> tuple[int, dict[str, list[str]]]:
-        """The size of a block and the hashes of each tensor's blocks, as many as it has."""
+        """(bytes of a block, hashes of each tensor's blocks), checked to have one hash per block."""
         try:
             told = cast(_Hashes, parse_json(text, "its metadata"))
             block, hashes = int(told["block_bytes"]), dict(told["sha256"])
@@ -118,17 +118,17 @@ class TensorFile:
         return block, hashes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape."""
+        """The whole shape of a tensor."""
         return tuple(self._file.get_slice(self._check_name(name)).get_shape())
 
     def kind(self, name: str) -> str:
-        """What a tensor is kept in, as safetensors says it: F32, BF16, I64, ..."""
+        """A tensor's dtype in safetensors' names: F32, BF16, I64, ..."""
         return self._rows[self._check_name(name)]["dtype"]
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The part of a tensor between (start, stop) of each dim, a range for each dim; only the blocks it lies in are read.
+        """The slice of a tensor with a range (start, stop) for each dim; only the blocks that contain it are read.
 
-        Ranges end where the tensor does: a tile that lies in the padding comes back shorter, or empty.
+        Ranges are clipped to the tensor: a tile that reaches into padding is returned shorter, or empty.
         """
         shape = self.shape(name)
         if len(ranges) != len(shape) or any(start < 0 or stop < start for start, stop in ranges):
@@ -165,7 +165,7 @@ class TensorFile:
         return int(last) - int(first)
 
     def _check(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Hash the blocks that a slice lies in, as far as they have not been."""
+        """Checks the hashes of the blocks that contain a slice, each block once."""
         if self._hashes is None:
             return
         block, hashes = self._hashes
@@ -206,7 +206,7 @@ class TensorFile:
 
 
 def _runs(shape: Sequence[int], ranges: Sequence[tuple[int, int]], element_bytes: int, block: int) -> Iterator[tuple[int, int]]:
-    """The bytes of a slice of a contiguous tensor, as ranges (start, stop); gaps that cannot hold a block are taken along."""
+    """Byte ranges (start, stop) of a slice of a contiguous tensor; gaps too small for a block are included."""
     if any(start == stop for start, stop in ranges):
         return
     if not shape:
@@ -224,7 +224,7 @@ def _runs(shape: Sequence[int], ranges: Sequence[tuple[int, int]], element_bytes
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as safetensors takes them: on the host, contiguous, no two sharing storage."""
+    """Tensors as safetensors requires them: on the host, contiguous, without shared storage."""
     seen: set[int] = set()
     plain = {}
     for name, tensor in tensors.items():
@@ -250,7 +250,7 @@ def _hash(name: str, shape: Sequence[int], index: int, data: bytes | memoryview)
 
 
 def _header(descriptor: int) -> bytes:
-    """A file's first bytes, up to where the tensors begin."""
+    """A file's header: all bytes before the tensors."""
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if length > min(_LONGEST_HEADER, os.fstat(descriptor).st_size):
         raise ValueError("it does not begin with a header")

@@ -26,7 +26,7 @@ _PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class Weights(Protocol):
-    """Tensors by name, of which parts can be read."""
+    """Tensors by name that can be read slice by slice."""
 
     names: tuple[str, ...]
 
@@ -40,9 +40,9 @@ class Weights(Protocol):
 
 
 class WeightFiles:
-    """Tensors by name, out of a folder or one file. Use as a context manager, or `close` it.
+    """Tensors by name, from a folder or one file. Use as a context manager, or `close` it.
 
-    Raises ArtifactError where there are no such files, where an index and its files say different things, or where a file is damaged.
+    Raises ArtifactError if there are no such files, if an index contradicts its files, or if a file is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -66,7 +66,7 @@ class WeightFiles:
         return self._files[name].shape(name)
 
     def kind(self, name: str) -> str:
-        """What it is kept in, as safetensors says it: F32, BF16, I64, F8_E4M3, ..."""
+        """A tensor's dtype in safetensors' names: F32, BF16, I64, F8_E4M3, ..."""
         return self._files[name].kind(name)
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -86,7 +86,7 @@ class WeightFiles:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a path means."""
+    """The weight files at a path."""
     if path.is_file() and path.suffix not in _PICKLED:
         return [path]
     if (path / INDEX).is_file():
@@ -116,7 +116,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """An index names files beside it and no others."""
+    """The path of a file that an index names; raises if that is not beside the index."""
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
         raise ArtifactError(f"{folder / INDEX} names {name!r:.80}, which is no file beside it")
     if not (folder / name).is_file():

@@ -4,8 +4,8 @@
     pin head.weight: vocab/tp, _  for 8 heads of queries                 tp_group: heads, ffn
                                                                          pin head.weight: vocab/tp_kv_heads/tp_group, _
 
-An operator takes key-value heads along the first, which leaves none for the second, and that takes the queries of each, if there are any.
-Ranks keep their order: heads of queries lie as they would if there were as many of keys, and so does all that is not of heads.
+The first axis splits key-value heads, which leaves none for the second; the second splits the queries of each key-value head, if any.
+Ranks keep their order: query heads are sharded as with one key-value head per query head, and all other dims as before.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meshc.plan.entries import AxisEntry
 from meshc.plan.plan import Plan
 
 SHARED: Final = ("kv_heads", "heads")
-"""What a factor of key-value heads answers to that are shared."""
+"""Names of the factor of key-value heads that several query heads share."""
 GROUP: Final = ("group", "heads")
-"""What the heads of queries do that share one of them."""
+"""Names of the factor of query heads that share one key-value head."""
 
 
 def parts_by_group(plan: Plan, mesh: Mesh, shared: Sequence[int], groups: Sequence[int]) -> dict[str, tuple[Axis, Axis]]:
-    """By the axes that are to be taken apart, the two that stand for each: those that may split heads, and have a multiple of the ranks
-    that key-value heads are left for, if the queries of each divide by the rest.
+    """Axis -> the two axes that replace it, for each axis that may split heads, has a multiple of the ranks that the remaining key-value
+    heads allow, and whose further ranks divide the query heads of each key-value head.
 
-    plan           has an entry for each axis of the mesh
-    shared, groups  how many key-value heads the model's attentions have, and how many of queries share one
+    plan    has an entry for each axis of the mesh
+    shared  numbers of key-value heads of the model's attentions;  groups  numbers of query heads per key-value head
     """
     found: dict[str, tuple[Axis, Axis]] = {}
     left, each = (set(shared), tuple(groups)) if groups else (set(), ())
@@ -55,19 +55,19 @@ def parts_by_group(plan: Plan, mesh: Mesh, shared: Sequence[int], groups: Sequen
 
 
 def _splits_both(entry: AxisEntry) -> bool:
-    """Whether an axis may split key-value heads and the queries of each; never one along which ranks pass parts of the batch."""
+    """Whether an axis may split key-value heads and the query heads of each; never a data axis or a pipeline axis."""
     if role(entry.axis) in (*DATA_ROLES, "pp"):
         return False
     return all(any(term.covers(name) for term in entry.terms for name in names) for names in (SHARED, GROUP))
 
 
 def _in_regions(entry: AxisEntry) -> bool:
-    """Whether an axis splits heads in regions alone: what makes keys there is divided by something else."""
+    """Whether an axis splits heads in regions only: the operators that compute keys are split by another factor there."""
     return all(term.region is not None for term in entry.terms if any(map(term.covers, (*SHARED, *GROUP))))
 
 
 def is_held(plan: Plan, axis: str) -> bool:
-    """Whether lines of the plan say of single values that the axis splits heads there."""
+    """Whether pins or store lines of the plan split heads of single values along the axis."""
     heads = {*SHARED, *GROUP}
     said = [(factor.factor, factor.axes) for line in (*plan.pins, *plan.stores) for dim in line.dims for factor in dim.factors]
     said += [(split.factor, split.axes) for pin in plan.operators for split in pin.splits]
@@ -75,8 +75,7 @@ def is_held(plan: Plan, axis: str) -> bool:
 
 
 def parts_between(mesh: Mesh, finer: Mesh) -> dict[str, tuple[Axis, ...]] | None:
-    """Which axes of the second, that follow each other, stand for each of the first that it has not; None if it is not the first, taken
-    apart."""
+    """Axis of `mesh` that `finer` lacks -> the adjacent axes of `finer` that replace it; None if `finer` is not `mesh` with axes split."""
     found: dict[str, tuple[Axis, ...]] = {}
     left = list(finer.axes)
     for axis in mesh.axes:

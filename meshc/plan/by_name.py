@@ -3,7 +3,7 @@
     mesh cp=4, nothing said of cp        6 heads        becomes    cp_seq: seq                        2 ranks
                                                                    cp_heads: heads@attention > seq    2
 
-As `cp: heads*seq@attention > seq` does where it is asked for (`products.py`).
+The entry `cp: heads*seq@attention > seq` does the same explicitly (`products.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meshc.plan.entries import AxisEntry
 from meshc.plan.plan import Plan
 
 EVEN: Final = frozenset({"cp"})
-"""Roles by whose name alone an axis pads nothing that comes before the last of its entry."""
+"""Roles whose default entry pads only its last factor."""
 HEADS: Final = "heads"
 SEQ: Final = "seq"
 
 
 def parts_by_name(plan: Plan, mesh: Mesh, heads: Sequence[int]) -> dict[str, tuple[Axis, Axis]]:
-    """By the axes that are to be taken apart, the two that stand for each, major to minor: those that nobody has said anything of, where
-    some of their ranks, but not all, divide what other axes leave of heads.
+    """Axis -> the two axes that replace it, major to minor, for each axis with a default entry of which some ranks, but not all, divide the
+    heads that other axes leave.
 
     plan   has an entry for each axis of the mesh
-    heads  of each of the model's attentions: how many may be split, which is those of keys and values
+    heads  number of key-value heads of each of the model's attentions
     """
     found = {}
     for axis, entry in zip(mesh.axes, plan.axes, strict=True):

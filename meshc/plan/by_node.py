@@ -4,7 +4,7 @@
     pin w: experts/ep, _                                             ep_inside: experts > batch
                                                                      pin w: experts/ep_across/ep_inside, _
 
-Ranks keep their order, and whatever the axis splits has the tiles that it had: what differs is that rows may go in two hops.
+Ranks keep their order and values their tiles; the only difference is that rows of tokens may be sent in two hops.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ EXPERTS: Final = "experts"
 
 
 def expert_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that may split experts, by a plan with an entry for each axis; but for those that the plan itself takes apart."""
+    """The axes that may split experts, without those that the plan splits itself. `plan` has an entry for each axis."""
     whole = [entry for entry in plan.axes if all(term.rest is None for term in entry.terms)]
     return tuple(entry.axis for entry in whole if any(term.covers(EXPERTS) for term in entry.terms))
 
 
 def parts_by_node(plan: Plan, mesh: Mesh, ranks_per_node: int) -> dict[str, tuple[Axis, Axis]]:
-    """By the axes that are to be taken apart, the two that stand for each: those that may split experts, have no other role than that,
-    lead to other nodes, and have as many ranks, of several, in each."""
+    """Axis -> the two axes that replace it, for each axis that may split experts, has no other role, spans several nodes, and has equally
+    many ranks, more than one, in each node."""
     found = {}
     for name in expert_axes(plan):
         size, inside = mesh.size(name), _ranks_inside(mesh, name, ranks_per_node)
@@ -41,7 +41,7 @@ def parts_by_node(plan: Plan, mesh: Mesh, ranks_per_node: int) -> dict[str, tupl
 
 
 def _ranks_inside(mesh: Mesh, axis: str, ranks_per_node: int) -> int:
-    """How many ranks along the axis follow each other in a node before the next; 1 if they are not as many everywhere."""
+    """Number of consecutive ranks along the axis in each node; 1 if nodes differ."""
     lengths = set()
     for group in mesh.groups(axis):
         runs = [(node, len([*ranks])) for node, ranks in groupby(rank // ranks_per_node for rank in group)]
@@ -52,7 +52,7 @@ def _ranks_inside(mesh: Mesh, axis: str, ranks_per_node: int) -> int:
 
 
 def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
-    """The plan, with the axes that stand for each of these wherever it names one."""
+    """The plan with each axis of `parts` replaced by its parts."""
     names = {axis: [part.name for part in both] for axis, both in parts.items()}
 
     def finer(axes: Iterable[str]) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
 
 
 def _of_part(entry: AxisEntry, part: str) -> AxisEntry:
-    """What is left of an entry for a part of its axis: all; of a part that is called by a factor of the entry, from that factor on."""
+    """The entry of a part of the axis: all terms; for a part named after a factor of the entry, the terms from that factor on."""
     if part == entry.axis:
         return entry
     factor = part.removeprefix(f"{entry.axis}_")

@@ -12,12 +12,12 @@ from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import cite, is_in
 
 MOST: Final = 256
-"""Chunks. Each is lines of the program."""
+"""Largest number of chunks; each adds lines to the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLine:
-    """The product that a module makes which ``pattern`` names, or one in it, and the loss that is made of it, run in ``count`` chunks."""
+    """The matrix product in the module that ``pattern`` names, and the loss computed from the product, run in ``count`` chunks."""
 
     pattern: str
     count: int
@@ -25,7 +25,7 @@ class ChunkLine:
     text: str = field(default="", compare=False)
 
     def covers(self, module: str) -> bool:
-        """Whether the line is about what is called in the module at this path."""
+        """Whether the line applies to operators of the module at this path."""
         return is_in(module, self.pattern)
 
     @property

@@ -8,8 +8,8 @@
         ...
         fsdp over dp, tp  dp: batch; store params, grads, state       tp: batch; store params, grads, state
 
-An axis takes a recipe of its role, or the batch like the axes of data, all of which do alike; or, of several, the last stores and the
-others repeat (HSDP). An axis whose name has no role may take any.
+An axis takes a recipe of its role, or splits the batch like the data axes. All data axes take the same recipe; or, of several, the last
+one shards what is stored and the others replicate (HSDP). An axis whose name has no role may take any recipe.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OF_ROLE: Final[Mapping[str | None, tuple[str, ...]]] = {
     "cp": ("ulysses", DATA),
     None: (DATA, "megatron", "megatron_sp", "ulysses"),
 }
-"""What axes of a role may do: a recipe, or with the axes of data."""
+"""Role -> recipes that its axes may take; DATA: the recipe of the data axes."""
 
 
 def combinations(axes: Sequence[str], *, step: bool = True, local: bool = False) -> Iterator[tuple[str, tuple[AxisEntry, ...]]]:
-    """(name, an entry for each of the axes).
+    """(name, an entry for each of the axes) of each combination.
 
-    step   whether it is a training step, whose state may lie otherwise than its parameters
-    local  whether each rank has a part of the batch: then no other axes than those of data take it
+    step   whether it is a training step, whose optimizer state may be sharded differently from its parameters
+    local  whether each rank is given its own part of the batch: then only data axes split it
     """
     each = [[one for one in OF_ROLE[role(axis)] if one != DATA or not local or role(axis) in DATA_ROLES] for axis in axes]
     for picked in product(*each):
@@ -49,7 +49,7 @@ def combinations(axes: Sequence[str], *, step: bool = True, local: bool = False)
 
 
 def _of_data(axes: Sequence[str], step: bool) -> Iterator[dict[str, str]]:
-    """The recipe of each axis of data."""
+    """The recipe of each data axis, in each combination."""
     if not axes:
         yield {}
         return
@@ -70,7 +70,7 @@ def _name(axes: Sequence[str], taken: Sequence[str]) -> str:
 
 
 def _entry(axis: str, recipe: str) -> AxisEntry:
-    """As if the axis had a role that the recipe fits."""
+    """The entry of the recipe for the axis, whatever role the axis's name has."""
     text = RECIPES[recipe].entries[0][1]
     written = Plan(f"{axis}: {text}").axes[0]
     return AxisEntry(axis, written.ranks, written.store, source=f"recipe {recipe}")

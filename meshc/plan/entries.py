@@ -9,22 +9,22 @@ from fnmatch import fnmatchcase
 from typing import Final, Protocol, TypeAlias
 
 STORES: Final[tuple[str, ...]] = ("params", "grads", "state")
-"""What a store clause, or a store line, may name, in the order in which it is printed."""
+"""Kinds that a store clause or a store line may name, in printed order."""
 AUTO: Final = "auto"
-"""Stands where the factors of an entry do, and leaves them to a search."""
+"""Written in place of an entry's factors: a search chooses them."""
 NOTHING: Final = "-"
-"""Stands for what an axis splits that splits nothing."""
+"""Written in place of factors: the axis splits nothing."""
 PARTIAL: Final = "partial"
-"""In a pin of operators, stands for what an axis splits over which a sum stays partial."""
+"""Written in place of a factor in an operator pin: a sum stays partial over the axis."""
 PENDING: Final = "pending"
-"""How plans of earlier versions write `partial`; it is still read."""
+"""Earlier versions' word for `partial`; it is still read."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactorTerm:
     """A factor that an axis may take: everywhere, or in one region (``attention``, or a glob of module paths).
 
-    With ``rest`` the axis is taken apart (``heads*seq``): this factor has as many of its ranks as it can, and ``rest`` the others.
+    With ``rest`` the axis is split in two (``heads*seq``): this factor takes as many ranks as it can, and ``rest`` the others.
     """
 
     factor: str
@@ -42,20 +42,20 @@ class FactorTerm:
 
 @dataclass(frozen=True, slots=True)
 class AxisEntry:
-    """What one axis is used for. ``ranks`` is empty for ``-`` (no operator takes anything along the axis) and for ``auto``."""
+    """The factors that one axis splits. ``ranks`` is empty for ``-`` (no operator splits anything along the axis) and for ``auto``."""
 
     axis: str
     ranks: tuple[tuple[FactorTerm, ...], ...] = ()
     store: tuple[str, ...] = ()
     line: int = field(default=0, compare=False)
-    """Where the entry was written; 0 if it was not written in lines."""
+    """Line number of the entry; 0 if the plan was not read from lines."""
     text: str = field(default="", compare=False)
     source: str = field(default="hand", compare=False)
-    """Who wrote the entry: ``hand``, ``recipe NAME`` or ``role ROLE, recipe NAME``."""
+    """Origin of the entry: ``hand``, ``recipe NAME`` or ``role ROLE, recipe NAME``."""
     role: str = field(default="", compare=False)
-    """The role whose name alone has given the axis this entry; empty where a plan or a recipe was asked for."""
+    """The role whose default entry this is; empty if the entry comes from a plan or a recipe that the user gave."""
     auto: bool = False
-    """``AXIS: auto``: what the axis splits, and what is stored split along it, is left to a search."""
+    """``AXIS: auto``: a search chooses the factors and the storage along the axis."""
 
     @property
     def terms(self) -> tuple[FactorTerm, ...]:
@@ -69,7 +69,7 @@ class AxisEntry:
 
     @property
     def splits(self) -> str:
-        """What the axis splits, as plans say it."""
+        """The factors that the axis splits, as plan text."""
         return AUTO if self.auto else " > ".join(", ".join(map(str, rank)) for rank in self.ranks) or NOTHING
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class PinFactor:
 
 @dataclass(frozen=True, slots=True)
 class PinDim:
-    """What a pin says about one dim: the factors that it names, major to minor; none for ``_``. Factors not named are open."""
+    """A pin's factors of one dim, major to minor; none for ``_``. Factors that it does not name are open."""
 
     factors: tuple[PinFactor, ...] = ()
 
@@ -100,7 +100,7 @@ class PinDim:
 
 
 class _OfTensors:
-    """A line about the tensors that a pattern names, with an entry for each of their dims."""
+    """A line that shards the tensors that a pattern names, with an entry for each of their dims."""
 
     __slots__ = ()
     pattern: str
@@ -109,7 +109,7 @@ class _OfTensors:
     text: str
 
     def matches(self, name: str) -> bool:
-        """Whether the line is about this parameter (``fc.weight``), input (``input:x``) or value (``value:model.norm``)."""
+        """Whether the pattern matches this parameter (``fc.weight``), input (``input:x``) or value (``value:model.norm``)."""
         return fnmatchcase(name, self.pattern)
 
     @property
@@ -118,13 +118,13 @@ class _OfTensors:
         return cite(self)
 
     def splits(self) -> list[tuple[str, int, str]]:
-        """Every (axis, dim, factor) that the line asks for."""
+        """Every (axis, dim, factor) of the line."""
         return [(axis, dim, part.factor) for dim, entry in enumerate(self.dims) for part in entry.factors for axis in part.axes]
 
 
 @dataclass(frozen=True, slots=True)
 class Pin(_OfTensors):
-    """What the tensors that ``pattern`` names are held to. ``only``: those values alone, not the rest of their factors' classes."""
+    """Required sharding of the tensors that ``pattern`` names. ``only``: of those values alone, not of their factors' whole classes."""
 
     pattern: str
     dims: tuple[PinDim, ...]
@@ -138,10 +138,10 @@ class Pin(_OfTensors):
 
 @dataclass(frozen=True, slots=True)
 class StoreLine(_OfTensors):
-    """How the parameters that ``pattern`` names lie between steps, or their gradients, or their state: those of ``kinds``.
+    """Sharding between steps of the parameters that ``pattern`` names, of their gradients or of their state, as ``kinds`` says.
 
-    A dim with axes lies split by these alone, and one that is kept whole by none. A dim left open lies as it is used, further split by
-    the axes whose store clauses say so.
+    A dim with axes is split by these alone; one that is kept whole is not split. An open dim is sharded as it is used, and further split
+    by the axes whose store clauses say so.
     """
 
     pattern: str
@@ -157,7 +157,7 @@ class StoreLine(_OfTensors):
 
 @dataclass(frozen=True, slots=True)
 class OperatorSplit:
-    """One factor of an operator, split by ``axes`` in order; the ``number``-th of those that have its name."""
+    """One factor of an operator, split by ``axes`` in order; ``number``, from 1, counts factors of that name."""
 
     factor: str
     axes: tuple[str, ...]
@@ -169,8 +169,8 @@ class OperatorSplit:
 
 @dataclass(frozen=True, slots=True)
 class OperatorPin:
-    """What some axes do in the operators that ``pattern`` names: split factors (``splits``), split nothing (``whole``), or leave what is
-    partial over them partial (``partial``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
+    """Use of some axes in the operators that ``pattern`` names: they split factors (``splits``), split nothing (``whole``), or keep partial
+    sums partial (``partial``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
 
     pattern: str
     splits: tuple[OperatorSplit, ...] = ()
@@ -186,11 +186,11 @@ class OperatorPin:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that the pin is about."""
+        """All axes that the pin names."""
         return (*itertools.chain.from_iterable(split.axes for split in self.splits), *self.whole, *self.partial)
 
     def matches(self, name: str) -> bool:
-        """Whether the operator of this name (``model.norm/forward/mul.2``) is one of the pattern's."""
+        """Whether the pattern matches the operator of this name (``model.norm/forward/mul.2``)."""
         return all(map(fnmatchcase, name.split("/"), self.pattern.split("/")))
 
     @property
@@ -212,7 +212,7 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
 
 
 class CitedLine(Protocol):
-    """A line of a plan: its number, 0 where it has none, and its text as it was written."""
+    """A line of a plan: its number (0 if it has none) and its text as written."""
 
     @property
     def line(self) -> int: ...
@@ -222,7 +222,7 @@ class CitedLine(Protocol):
 
 
 def is_in(module: str, pattern: str) -> bool:
-    """Whether the module at this path is one that the glob names, or stands in one."""
+    """Whether the glob matches the module at this path, or a module that contains it."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 

@@ -11,7 +11,7 @@
         pp=4,dp=16,tp=8
         pp=8,dp=8,tp=8
 
-Names say little here, since each axis is searched; sizes, and where an axis lies, are what differs. Ranks of one node are the innermost.
+Each axis is searched, so names matter little; meshes differ in sizes and in which axes are within a node. Ranks of one node are innermost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAGES: Final = (2, 4, 8)
 
 
 def factorizations(devices: int, node: int, stages: bool = True) -> list[tuple[Axis, ...]]:
-    """Meshes of so many devices, of which `node` have fast links between them. stages: those of a pipeline too."""
+    """Meshes of `devices` devices, of which `node` share a node with fast links. `stages`: also meshes with a pipeline axis."""
     found: dict[tuple[Axis, ...], None] = {}
     for sizes in _sizes(devices, min(node, devices), stages):
         axes = tuple(Axis(name, size) for name, size in sizes.items() if size > 1)
@@ -53,5 +53,5 @@ def _sizes(devices: int, node: int, stages: bool) -> Iterator[dict[str, int]]:
 
 
 def _near_root(count: int) -> int:
-    """The divisor next below the root; 1 of a prime."""
+    """The largest divisor up to the square root; 1 for a prime."""
     return next(size for size in range(isqrt(count), 0, -1) if count % size == 0)

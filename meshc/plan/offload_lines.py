@@ -1,12 +1,12 @@
 """Offload lines of a plan: state, parameters and values that are kept on the host while not in use.
 
-    offload state                            optimizer state, of all parameters
-    offload state model.layers.*             of those that a glob names
-    offload state, update                    and there it is updated; with a glob, that of the parameters that it names
+    offload state                            optimizer state of all parameters
+    offload state model.layers.*             optimizer state of the parameters that a glob names
+    offload state, update                    optimizer state, whose update runs on the host; a glob may name parameters
     offload state: disk                      on the host's disk; with a glob, `offload state model.layers.*: disk`
-    offload params                           parameters, all of them; or those that a glob names
-    offload model.layers.*                   what backward reads of what these modules do
-    offload value:model.layers.*             what they return, as far as backward reads it
+    offload params                           all parameters; or those that a glob names
+    offload model.layers.*                   values of these modules that backward reads
+    offload value:model.layers.*             outputs of these modules that backward reads
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshc.plan.entries import cite, is_in
 STATE: Final = "state"
 PARAMS: Final = "params"
 STORED: Final = (STATE, PARAMS)
-"""What lives between steps."""
+"""Kinds of lines for tensors that are stored between steps."""
 VALUE: Final = "value:"
 MODULES: Final = ""
 TO_COME: Final = ("grads",)
-"""What lies on the device yet."""
+"""Kinds that cannot be offloaded yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadLine:
-    """``what``: STATE or PARAMS, and ``pattern`` is of parameters; MODULES or VALUE, and it is of module paths.
-    ``update``: of STATE, whether its update runs on the host. ``disk``: of STATE, whether it lies on the host's disk."""
+    """An offload line. ``what`` is STATE or PARAMS, with a ``pattern`` of parameter names, or MODULES or VALUE, with one of module paths.
+    For STATE, ``update``: its update runs on the host; ``disk``: it is stored on the host's disk."""
 
     what: str
     pattern: str
@@ -41,11 +41,11 @@ class OffloadLine:
     text: str = field(default="", compare=False)
 
     def names(self, name: str) -> bool:
-        """Whether the line is about the parameter, or about what the module at this path returns."""
+        """Whether the pattern matches this parameter, or the module at this path."""
         return fnmatchcase(name, self.pattern)
 
     def covers(self, module: str) -> bool:
-        """Whether the line is about what is called in the module at this path."""
+        """Whether the line applies to operators of the module at this path."""
         return self.what == MODULES and is_in(module, self.pattern)
 
     @property

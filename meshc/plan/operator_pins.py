@@ -16,7 +16,7 @@ from meshc.plan.entries import AUTO, NOTHING, PARTIAL, PENDING, OperatorPin, Ope
 from meshc.plan.plan_faults import suggest
 
 BEGIN: Final = re.compile(r"op:(?=[\w.*?\[\]!/-]*\s*:)")
-"""Not a parameter's pin, should its name be `op`."""
+"""Beginning of an operator pin, as opposed to the pin of a parameter named `op`."""
 _GLOB: Final = re.compile(r"[\w.*?\[\]!/-]+")
 _NUMBER: Final = re.compile(r"\[[1-9]\d{0,3}\]")
 
@@ -50,7 +50,7 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
 
 
 def _read_split_factor(line: Line) -> tuple[str, int]:
-    """A factor and which of that name, or a word that stands for one."""
+    """A factor with its number among factors of that name, or a word in a factor's place."""
     says = "a pin of operators says what axes do: FACTOR/AXIS, -/AXIS for nothing, partial/AXIS for sums that wait, as in `batch/dp, -/tp`"
     start = line.at
     if line.accept(rf"{NOTHING}(?=\s*/)") is not None:

@@ -1,18 +1,17 @@
 """Plans: what each mesh axis splits, and which tensors are pinned, as text and as a value.
 
     tp: heads, ffn, vocab > seq                    an axis entry: factors in ranks, first rank first
-    dp: batch; store params, grads, state          what lies split along the axis between steps
+    dp: batch; store params, grads, state          tensors that are stored split along the axis between steps
     cp: heads@attention > seq                      a factor inside one region of the model only
     pp: -                                          use this axis for nothing
-    pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
-    pin op:lm_head/backward: batch/dp, -/tp        what axes do in the operators that a glob names
-    store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
-    remat model.layers.*: cheap                    what backward recomputes of what modules do
-    keep value:model.layers.*.mlp                  what it does not
-    offload state                                  what lies on the host while it is not used
+    pin lm_head.weight: vocab/tp, _  only          one entry per dim of the tensors that a glob names
+    pin op:lm_head/backward: batch/dp, -/tp        use of axes in the operators that a glob names
+    store lm_head.weight state: vocab/dp/tp, _     sharding between steps, in addition to the store clauses
+    remat model.layers.*: cheap                    values of modules that backward recomputes
+    keep value:model.layers.*.mlp                  values that backward never recomputes
+    offload state                                  tensors that are kept on the host while not in use
 
-``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
-in ``docs/plans.md``.
+``Plan(text)`` parses, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. ``docs/plans.md`` defines the entries.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from meshc.plan.remat_lines import KeepLine, RematLine
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, store lines, what backward recomputes, what lies on
-    the host, and what runs in chunks.
+    """Axis entries, pins of tensors and of operators, and store, recompute, offload and chunk lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
     ``keep``, ``offload`` and ``chunk`` each hold a list.
@@ -82,7 +80,7 @@ class Plan:
     def having(
         self, axes: Iterable[AxisEntry], stores: Iterable[StoreLine] | None = None, operators: Iterable[OperatorPin] | None = None
     ) -> Plan:
-        """The same lines beside other entries; with other store lines or pins of operators, where they are given."""
+        """The plan with its entries replaced, and its store lines or operator pins too if given; all other lines stay."""
         stores = self.stores if stores is None else stores
         operators = self.operators if operators is None else operators
         return Plan.of(axes, self.pins, stores, operators, self.remats, self.kept, self.offloads, self.chunks)
@@ -156,7 +154,7 @@ class Plan:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
     def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine, ...]:
-        """What stands beside the entries, in the order in which it is printed."""
+        """All lines except the axis entries, in printed order."""
         return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks)
 
     def __repr__(self) -> str:
@@ -164,7 +162,7 @@ class Plan:
 
 
 def file_to_write(path: str | os.PathLike[str]) -> Path:
-    """Where a plan may be written. Raises PlanError for another kind of file."""
+    """The path of a plan file that may be written. Raises PlanError for another kind of file."""
     file = Path(path)
     if file.suffix != ".plan":
         raise PlanError(f"{file}: a plan is written as lines, to a file that ends in .plan")
@@ -172,10 +170,10 @@ def file_to_write(path: str | os.PathLike[str]) -> Path:
 
 
 def contradictions(lines: Sequence[TensorLine], named: bool = True) -> list[str]:
-    """What pins, or store lines, about one tensor contradict each other in: a message for each, which names both lines.
+    """Messages about contradictions between pins, or store lines, of one tensor; each message names both lines.
 
-    `named`: whether the tensor has the factors that they name (or is called so, by a pin). Two names of one dim may be a name and a slip
-    until a model has been asked.
+    `named`: whether the tensor is known to have the factors that the lines name. Before the model is known, two different names of one dim
+    may be an alias or a typing error, and are no contradiction.
     """
     if len(lines) > MOST_PINS:
         what = "pins" if isinstance(lines[0], Pin) else "store lines"
@@ -206,7 +204,7 @@ def _clashes(one: TensorLine, other: TensorLine, named: bool) -> Iterator[str]:
 
 
 def _occurrences(dim: PinDim) -> dict[tuple[str, int], PinFactor]:
-    """A dim's factors by their names, and which of that name they are."""
+    """A dim's factors by (name, number among factors of that name)."""
     found: dict[tuple[str, int], PinFactor] = {}
     for part in dim.factors:
         found[part.factor, sum(name == part.factor for name, _ in found)] = part

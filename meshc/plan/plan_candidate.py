@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class PlanCandidate:
     """One candidate for the axes that a plan leaves open.
 
-    name       recipes, as `fsdp+megatron_sp`; or "found", of what the planner has found
-    plan       its entries, as lines; of what was found those that are given
+    name       recipes, as `fsdp+megatron_sp`; "found" for the planner's own plan
+    plan       entries, as lines; for "found" those of the plan as given
     modelled   seconds by the planner's model
-    seconds    of a call, by the clock; None: it was not lowered, since the model has it slower, or too large
-    compute, exposed, idle  of those seconds: computing, waiting for collectives, waiting for other stages
-    holds      bytes of the rank that needs most; of what was not lowered, by the model
-    microbatches, schedule  of what was lowered
-    dropped    why it is not taken; "" of the one that is
-    estimated  seconds by the planner's model with what can be hidden behind computing
+    seconds    seconds of a call, by the clock; None if not lowered, since the model predicts more time or too much memory
+    compute, exposed, idle  parts of `seconds`: computing, waiting for collectives, waiting for other stages
+    holds      peak bytes of the rank with most; by the planner's model if not lowered
+    microbatches, schedule  those of the lowered program
+    dropped    why the candidate was rejected; "" for the chosen one
+    estimated  seconds by the planner's model, with overlap of communication and computing
     """
 
     name: str

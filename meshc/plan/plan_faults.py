@@ -1,7 +1,7 @@
 """Error messages of plans: all faults at once, each with the user's line and a suggestion.
 
-Who finds them: `reader.py` what cannot be read, `plan.py` and `recipes.py` what the mesh has not, `passes/place/annotate.py` and
-`pins.py` what the model has not.
+`reader.py` finds syntax errors, `plan.py` and `recipes.py` names that the mesh lacks, `passes/place/annotate.py` and `pins.py` names that
+the model lacks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from meshc.errors import PlanError
 
 SHOWN: Final = 50
-"""Faults of one message."""
+"""Largest number of faults in one message."""
 
 
 def refuse_faults(what: str, faults: Sequence[str]) -> None:

@@ -3,8 +3,8 @@
     cp: heads*seq@attention > seq       8 ranks, 4 heads        becomes on 4 ranks     cp_heads: heads@attention > seq
                                                                 and on 2               cp_seq: seq@attention > seq
 
-The first factor goes as far as it goes evenly: as many ranks as divide both the axis and every dim that the model calls so. The rest is the
-second's. The axis of the first is the inner one: its ranks follow each other.
+The first factor takes as many ranks as divide both the axis and every dim of that name in the model; the second takes the rest. The first
+factor's axis is the inner one: its ranks are consecutive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshc.plan.plan import Plan
 
 
 def taken_apart(plan: Plan) -> list[tuple[AxisEntry, FactorTerm]]:
-    """The entries that take their axis apart, each with the term that says so. Raises PlanError for an entry with two of them."""
+    """The entries that split their axis in two, each with its term with ``rest``. Raises PlanError for an entry with two such terms."""
     found = []
     for entry in plan.axes:
         terms = [term for term in entry.terms if term.rest is not None]
@@ -31,8 +31,8 @@ def taken_apart(plan: Plan) -> list[tuple[AxisEntry, FactorTerm]]:
 
 
 def parts_of(entry: AxisEntry, term: FactorTerm, ranks: int, sizes: Iterable[int]) -> tuple[Axis, ...]:
-    """The axes that stand for one of so many ranks, major to minor. `sizes`: of all dims that are called as the first factor is. One axis,
-    with its name, where one of the two factors takes all ranks."""
+    """The axes that replace an axis of `ranks` ranks, major to minor; the axis itself if one of the two factors takes all ranks. `sizes`:
+    sizes of all dims named like the first factor."""
     first = gcd(ranks, *sizes)
     if first in (1, ranks):
         return (Axis(entry.axis, ranks),)
@@ -40,12 +40,12 @@ def parts_of(entry: AxisEntry, term: FactorTerm, ranks: int, sizes: Iterable[int
 
 
 def factor_of(term: FactorTerm, ranks: int, sizes: Iterable[int]) -> str:
-    """Which factor takes all ranks of an axis that is one."""
+    """The factor that takes all ranks of an axis that is not split."""
     assert term.rest is not None
     return term.factor if gcd(ranks, *sizes) == ranks else term.rest
 
 
 def keep_one_factor(entry: AxisEntry, factor: str) -> AxisEntry:
-    """The entry, of whose term with two factors this one is left."""
+    """The entry with its two-factor term reduced to this factor."""
     ways = (tuple(term if term.rest is None else FactorTerm(factor, term.region) for term in rank) for rank in entry.ranks)
     return replace(entry, ranks=tuple(ways))

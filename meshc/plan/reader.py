@@ -20,11 +20,11 @@ from meshc.plan.plan_faults import refuse_faults, suggest
 from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
 
 WORDS: Final = ("pin", *RESERVED)
-"""What lines begin with that are no entry of an axis. Those that are reserved are no axis's name either."""
+"""First words of lines that are no axis entries. The RESERVED ones cannot be axis names."""
 
 
 def is_by_hand(text: str) -> bool:
-    """Whether text is lines of a plan, and not names of recipes."""
+    """Whether `text` is plan lines rather than names of recipes."""
     return ":" in text or "\n" in text or text.split(maxsplit=1)[:1] in ([word] for word in RESERVED)
 
 
@@ -275,7 +275,7 @@ def _refuse_rest(line: Line, more: str = "") -> None:
 
 
 def _read_dim(line: Line, again: bool) -> PinDim:
-    """`again`: a factor's name may stand there twice, for two factors that have it."""
+    """Parses one dim. `again`: a name may occur twice, for two factors of that name."""
     if line.accept(r"_(?=\s*(?:,|$)|\s+only\b)") is not None:
         return PinDim()
     parts: list[PinFactor] = []

@@ -6,7 +6,7 @@
         tp: heads, ffn, vocab > seq > features@products
 
 A recipe is data: an entry for each role that it fits. ``resolve`` gives every axis of the mesh exactly one entry, from the user's plan,
-the recipes that the user named, or the axis's role, in this order; what none of them says is left to the search.
+the recipes that the user named, or the axis's role, in this order; an axis with none of these is searched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.reader import is_by_hand
 
 PlanLike: TypeAlias = str | Plan | Mapping[str, object] | Iterable[str] | None
-"""What may be given for a plan."""
+"""Types that are accepted as a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
 
     ``plan`` is None (the roles' recipes), recipe names joined by ``+``, ``"auto"`` (every axis but pp is searched), or a plan by hand: a
-    Plan, or what ``Plan`` reads; text is a plan by hand if it has a colon or a line break, or begins as such a line does. Axes that it
-    leaves out get their role's recipe, and are searched if they have no role; an axis of one rank has nothing to search. A resolved
-    plan resolves to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
+    Plan, or any argument of ``Plan``; text is a plan by hand if it has a colon or a line break, or begins like a plan line. Axes that the
+    plan omits get their role's recipe, or are searched if they have no role; an axis of one rank is not searched. A resolved plan
+    resolves to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
     """
     recipes: list[Recipe] = []
     everything = isinstance(plan, str) and plan.strip() == AUTO
@@ -113,7 +113,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
 
 
 def explain(plan: PlanLike, mesh: Mesh) -> str:
-    """A table of what each axis does and where that comes from, then the plan's other lines."""
+    """A table of each axis's entry and its origin, followed by the plan's other lines."""
     resolved = resolve(plan, mesh)
     rows = [("axis", "ranks", "splits", "stores split", "from")]
     for axis, entry in zip(mesh.axes, resolved.axes, strict=True):
@@ -151,13 +151,13 @@ def _refuse_search(entry: AxisEntry | None) -> None:
 
 
 def by_role(axis: str) -> AxisEntry | None:
-    """What an axis of this name does where no plan mentions it; None if it has no role that says."""
+    """The default entry of an axis of this name; None if the name has no role with a recipe."""
     found = ROLE_RECIPES.get(role(axis) or "")
     return None if found is None else _of_role(axis, RECIPES[found])
 
 
 def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
-    """The entry of the recipe that fits the axis; of several, the one that is the role's own, so that ddp+fsdp on dp, dp_shard is plain."""
+    """The entry of the recipe that fits the axis. Of several, the role's own recipe wins: ddp+fsdp on dp, dp_shard is unambiguous."""
     fitting = [recipe for recipe in recipes if recipe.entry(axis.name) is not None]
     own = [recipe for recipe in fitting if recipe.name == ROLE_RECIPES.get(role(axis.name) or "")]
     if len(fitting) > 1 and not own:
@@ -168,13 +168,13 @@ def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
 
 
 def _given(hand: Plan, axis: Axis) -> AxisEntry | None:
-    """What the plan by hand says of an axis; one of a single rank is not searched."""
+    """The axis's entry in the plan by hand; an axis of one rank is not searched."""
     entry = hand.entry(axis.name)
     return replace(entry, auto=False) if entry is not None and entry.auto and axis.size == 1 else entry
 
 
 def _by_role(axis: Axis, everything: bool) -> AxisEntry:
-    """What an axis does that nothing was said of: what its role says; where that is nothing, or if everything is, it is searched."""
+    """The entry of an axis that the plan does not mention: its role's; `auto` without a role, or if `everything` is searched."""
     found = role(axis.name)
     if found == "pp":
         return AxisEntry(axis.name, source=f"role {found}", role=found)

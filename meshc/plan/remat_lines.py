@@ -14,13 +14,13 @@ from meshc.plan.entries import cite, is_in
 from meshc.plan.plan_faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
-"""What backward may recompute in place of reading what forward has kept, least first; docs/memory.md says what each means."""
+"""Recompute policies, from least to most recomputation; docs/memory.md defines them."""
 _VALUE: Final = "value:"
 
 
 @dataclass(frozen=True, slots=True)
 class RematLine:
-    """What the modules that ``pattern`` names, and those in them, may recompute; of several lines the last one counts."""
+    """Recompute policy of the modules that ``pattern`` names and of those in them; of several lines the last one counts."""
 
     pattern: str
     policy: str
@@ -28,7 +28,7 @@ class RematLine:
     text: str = field(default="", compare=False)
 
     def covers(self, module: str) -> bool:
-        """Whether the line is about what is called in the module at this path."""
+        """Whether the line applies to operators of the module at this path."""
         return is_in(module, self.pattern)
 
     @property
@@ -42,7 +42,7 @@ class RematLine:
 
 @dataclass(frozen=True, slots=True)
 class KeepLine:
-    """What the modules that ``pattern`` names return is never recomputed. ``pattern`` is of module paths."""
+    """Outputs of the modules that ``pattern`` names are never recomputed. ``pattern`` is a glob of module paths."""
 
     pattern: str
     line: int = field(default=0, compare=False)

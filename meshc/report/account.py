@@ -20,11 +20,11 @@ from meshc.program.program import PlainProgram
 class StageAccount:
     """One stage.
 
-    modules          that it runs: `h.0-2`, `lm_head`; one that is cut in two is `part of h.3`
-    parameter_bytes  that its rank keeps for it
-    forward_s, backward_s  predicted, for one microbatch; no backward in an inference
-    saved_bytes      that it keeps of one microbatch until its backward
-    in_flight        microbatches that wait for their backward at a time, at most
+    modules          modules that it runs: `h.0-2`, `lm_head`; a module cut in two is `part of h.3`
+    parameter_bytes  bytes of its parameters on its rank
+    forward_s, backward_s  predicted seconds for one microbatch; no backward in inference
+    saved_bytes      bytes of one microbatch kept from forward until backward
+    in_flight        largest number of microbatches between forward and backward at a time
     """
 
     stage: int
@@ -39,7 +39,7 @@ class StageAccount:
 
 @dataclass(frozen=True)
 class LinkAccount:
-    """What one rank of the pipeline axis sends to another in a call, beside the gradient norm and the like."""
+    """Messages and bytes that one rank of the pipeline axis sends to another in a call, without reductions such as the gradient norm."""
 
     source: int
     target: int
@@ -48,7 +48,7 @@ class LinkAccount:
 
 
 def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[StageAccount]:
-    """All stages of a program that has a pipeline, in order."""
+    """Accounts of all stages of a program with a pipeline, in order."""
     pipeline = _pipeline(program)
     schedule = pipeline.schedule
     costs = costs_of(pipeline, program.stages, program.mesh, device or for_mesh(program.mesh))
@@ -69,13 +69,13 @@ def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[
 
 
 def _seconds(costs: Costs, stage: int, ops: str) -> float:
-    """What these ops take; a backward that is there whole and in halves counts once."""
+    """Seconds of these ops; a backward that exists both whole and in halves counts once."""
     present = [op for op in ops if (op, stage) in costs.seconds]
     return sum(costs.seconds[op, stage] for op in (["B"] if "B" in present else present))
 
 
 def _modules(program: PlainProgram, stages: int) -> list[list[str]]:
-    """The modules of each stage, as deep as to the first number: layers of a model are `h.0`, `h.1`, ..."""
+    """The modules of each stage, by paths up to the first number: layers of a model are `h.0`, `h.1`, ..."""
     inside: list[dict[str, None]] = []
     for stage in range(stages):
         nodes = calls(program.stages[f"forward_{stage}"].graph)
@@ -107,7 +107,7 @@ def _ranges(names: Iterable[str], cut: set[str]) -> Iterator[str]:
 
 
 def link_accounts(program: PlainProgram) -> list[LinkAccount]:
-    """All pairs of ranks between which anything goes, in order."""
+    """Accounts of all pairs of ranks that exchange messages, in order."""
     pipeline = _pipeline(program)
     flows, sizes = flow_bytes(program.stages), peak_memory.value_bytes(program)
     count: Counter[tuple[int, int]] = Counter()

@@ -5,7 +5,7 @@
       -----------  -------  -----------  -------  ------------------  ---------------------------------------  ------  -------  -------
       the model    1        model.py:15  cp       gathered, 134.2 MB  causal: the last rank looks at all keys  1.87 x  6.1 ms   2.8 ms
 
-`does`: what the rank with most computes, in multiples of what falls to each. `docs/long-context.md` says what can be done about it.
+`does`: the busiest rank's scores over the mean of those needed. `docs/long-context.md` has remedies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TITLE: Final = "attention that is not balanced, or computes what its mask hides 
 
 
 def attention_table(program: PlainProgram, device: Device) -> str:
-    """The table; nothing where all attention along a split sequence is balanced and computes no more than its mask shows."""
+    """The table; "" if all attention along a split sequence is balanced and computes no masked scores."""
     alike = Counter(replace(one, path=collapse_layers(one.path)) for one in uneven_attention(program, device))
     return table([_row(one, count) for one, count in alike.items()], HEADERS, TITLE) if alike else ""
 

@@ -17,13 +17,13 @@ from meshc.report.summary import CollectiveUse
 class AxisAccount(NamedTuple):
     """One axis.
 
-    splits      what the plan says, and who said so; "" where the plan has nothing to say, as of an axis of stages
-    share       of the arithmetic in matrix products, convolutions and attention that is split along it;  could  of that which it could
-                split. None: not known, or there is none
-    times       how many times the arithmetic a rank would do if the axis split nothing
-    spared      bytes of parameters, state, buffers and inputs that a rank is spared
-    sends       collectives of a call over it, alone or with others, with their bytes and the seconds that they take by themselves; of an
-                axis of stages also the messages of the rank that sends most
+    splits      the plan's entry, with its origin in `source`; "" if the plan has none, as for a pipeline axis
+    share       share of the arithmetic (matrix products, convolutions, attention) that the axis splits;  could  likewise, of the arithmetic
+                that it could split. None: not known, or there is none
+    times       a rank's arithmetic if the axis split nothing, as a multiple of today's
+    spared      bytes of parameters, state, buffers and inputs that the axis saves a rank
+    sends       number of collectives of a call over the axis, alone or with others, with their `bytes` and their `seconds` without overlap;
+                for a pipeline axis also the messages of the rank that sends most
     """
 
     name: str
@@ -40,7 +40,7 @@ class AxisAccount(NamedTuple):
 
 
 def axes(program: PlainProgram, uses: Sequence[CollectiveUse], device: Device) -> list[AxisAccount]:
-    """All axes, in the mesh's order. `uses`: the program's collectives, with seconds on the device."""
+    """Accounts of all axes, in the mesh's order. `uses`: the program's collectives, with seconds on the device."""
     rows = divided_work.work_rows(program) or []
     found = []
     for axis in program.mesh.axes:
@@ -63,7 +63,7 @@ def axes(program: PlainProgram, uses: Sequence[CollectiveUse], device: Device) -
 
 
 def _messages(program: PlainProgram, axis: str, device: Device) -> tuple[int, int, float]:
-    """Of the rank that sends most to other stages: messages, bytes, seconds by themselves."""
+    """(messages, bytes, seconds without overlap) of the rank that sends most to other stages."""
     wire = link_of(program.mesh, [axis], device)
     links = link_accounts(program)
     found = [(0, 0, 0.0)]
@@ -80,7 +80,7 @@ def _source(entry: AxisEntry | None, stages: bool) -> str:
 
 
 def _saved_bytes(program: PlainProgram, axis: str, stages: bool) -> int:
-    """What a rank would hold more for the whole call if the axis had one rank."""
+    """Additional bytes that a rank would hold for the whole call if the axis had one rank."""
     ports = [port for port in program.inputs if port.kind in peak_memory.KEPT and not port.host and not port.disk]
     now, alone = program.axis_sizes, {**program.axis_sizes, axis: 1}
     if not stages:

@@ -3,7 +3,7 @@
     |          .--peak
     |      .--'  '-.
     |__.--'         '----
-    |xxxxxxxxxxxxxxxxxxxx      there for the whole call
+    |xxxxxxxxxxxxxxxxxxxx      live for the whole call
      forward  backward  update
 """
 
@@ -21,13 +21,13 @@ from meshc.report.tables import bytes_text, seconds_text
 WIDTH, HEIGHT = 960, 240
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 26, 26
 FAR: Final = 1.5
-"""How many times what is held a budget may be to stand in the picture."""
+"""Largest ratio of the budget to the peak at which the budget is drawn."""
 LETTER: Final = 7.0
-"""Pixels of a letter, on average."""
+"""Mean width of a letter in pixels."""
 
 
 def memory_chart(memory: Memory) -> Markup:
-    """Nothing where a call makes nothing."""
+    """The memory chart; empty if a call computes no values."""
     if not memory.course or memory.total <= memory.kept:
         return Markup("")
     budget = memory.budget if memory.budget is not None and memory.budget <= FAR * memory.total else None
@@ -57,7 +57,7 @@ def memory_chart(memory: Memory) -> Markup:
 
 
 def _phases(memory: Memory, step: float, height: float) -> list[Markup]:
-    """A band for each phase, with its name where there is room."""
+    """A band for each phase, with its name if that fits."""
     found, at = [], 0
     for number, (phase, those) in enumerate(groupby(memory.course, key=lambda one: one[1])):
         count = len(list(those))
@@ -83,7 +83,7 @@ def _mark(y: str, said: str, class_: str) -> Markup:
 
 
 def time_chart(spans: Sequence[TimeSpan]) -> Markup:
-    """Two rows: when a rank computes, by phase, and when it waits. Hovering says which, and from when to when."""
+    """Two rows: a rank's compute times, by phase, and its wait times. Tooltips give the phase, start and end."""
     last = max(one.end_s for one in spans)
     scale, row = (WIDTH - LEFT - RIGHT) / last, 28
     parts = [tag("text", name, x=LEFT - 8, y=row * at + 18, text_anchor="end") for at, name in enumerate(("computes", "waits"))]

@@ -5,7 +5,7 @@
       --------------------------  -------  ----  --------  -------  ------  ------  ------  -------  ------  ------
       model.layers.*.mlp.experts  2        16    2         4        1024    2048    4096    2.8 MB   4.8 MB  6.3 MB
 
-and where they are on several nodes what rows take on each link, by the program's exchanges and by the formula (`docs/experts.md`):
+and, if the experts are on several nodes, bytes of rows on each link, by the program's exchanges and by the formula (`docs/experts.md`):
 
     rows of experts, bytes of a rank on each link: by the program, and by formula both ways (a layer, in one call)
       layers                      count    nodes    rows go      within   between  at once: within  between  two hops: within  between
@@ -30,7 +30,7 @@ TITLE: Final = "experts of the rank with most, by how many times the mean that i
 
 
 def expert_table(program: PlainProgram) -> str:
-    """The table; nothing where no axis splits experts."""
+    """The table; "" if no axis splits experts."""
     alike = Counter(replace(one, path=collapse_layers(one.path)) for one in traffic(program))
     if not alike:
         return ""
@@ -42,14 +42,14 @@ def expert_table(program: PlainProgram) -> str:
 
 
 def _links(one: Traffic, count: int) -> list[str]:
-    """As the program has it, then by the formulas."""
+    """Cells of bytes per link: by the program, then by the formulas."""
     way = "in two hops" if one.by_node else "at once"
     sent = [*one.links, *one.by_formula(False), *one.by_formula(True)]
     return [one.path, str(count), str(one.ranks // one.together), way, *map(bytes_text, sent)]
 
 
 def _row(one: Traffic, count: int) -> list[str]:
-    """What no routing can come to is left out."""
+    """Cells of a layer; imbalances that no routing can reach stay empty."""
     can = [times if times <= one.most else None for times in (1, *IMBALANCES)]
     rows = ["" if times is None else str(one.rows(times)) for times in can]
     sent = ["" if times is None else bytes_text(one.bytes(times)) for times in can]

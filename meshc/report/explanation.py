@@ -17,18 +17,18 @@ from typing import Final, TypedDict
 from meshc.report.tables import bytes_text
 
 SHOWN: Final = 3
-"""Operators of a module; in the text, places where a price falls."""
+"""Largest number of operators of a module; in the text, of cost terms of an alternative."""
 
 
 class Fall(TypedDict):
-    """A term of the cost, and how much more of it there is."""
+    """A term of the cost, and its increase in seconds."""
 
     what: str
     more_s: float
 
 
 class Alternative(TypedDict):
-    """What else a decision could have been: how much longer a call takes, what a rank holds, and where the difference falls."""
+    """An alternative to a decision: seconds that a call takes more, bytes that a rank holds, and the terms of the cost that differ."""
 
     option: str
     more_s: float
@@ -37,7 +37,7 @@ class Alternative(TypedDict):
 
 
 class ParameterReader(TypedDict):
-    """Who reads a parameter, which collectives that takes (or that it takes none), the bytes that are whole then, and seconds."""
+    """A reader of a parameter, the collectives before it (or that there are none), the bytes of their result, and their seconds."""
 
     reader: str
     move: str
@@ -46,7 +46,7 @@ class ParameterReader(TypedDict):
 
 
 class Change(TypedDict):
-    """How what an operator makes is brought to those who want it otherwise."""
+    """A reshard of an operator's result for readers that need another sharding."""
 
     readers: list[str]
     move: str
@@ -54,7 +54,7 @@ class Change(TypedDict):
 
 
 class OperatorChoice(TypedDict):
-    """An operator: what each axis splits there, its own seconds, how many more do alike. `others` is None where nothing was searched."""
+    """An operator: the factors that axes split there, its own seconds, and the number of equal ones. `others` is None without a search."""
 
     operator: str
     splits: str
@@ -65,8 +65,8 @@ class OperatorChoice(TypedDict):
 
 
 class ParameterStorage(TypedDict):
-    """A parameter: the sharding of its value, gradient and state, and DTensor's placements of these by axes of the mesh. `others`, of each
-    that was decided, is None where nothing was searched."""
+    """A parameter: shardings of its value, gradient and state, and their DTensor placements. `others`: the alternatives to each decided
+    sharding; None without a search."""
 
     sharding: dict[str, str]
     placements: dict[str, str]
@@ -86,19 +86,19 @@ class ProgramLine(TypedDict):
 
 
 class PlanAlternative(TypedDict):
-    """A line of a plan under which it would be otherwise, and what would then be."""
+    """A plan line that would change the decision, and the result of adding it."""
 
     line: str
     what: str
 
 
 class RetainedValue(TypedDict):
-    """A value of forward, and how backward comes by it.
+    """A forward value, and how backward obtains it.
 
-    fate     "kept", "recomputed", "on the host", "in chunks", "not read by backward";  why  who said so
-    waits_s  what is computed from its last reader in forward to its first in backward
-    at_peak_bytes  of it and of its copies, where most is there
-    again    operators and collectives that making it takes, and `again_s` their seconds
+    fate     "kept", "recomputed", "on the host", "in chunks", "not read by backward";  why  the origin of that decision
+    waits_s  seconds computed between its last reader in forward and its first in backward
+    at_peak_bytes  bytes of the value and its copies at the memory peak
+    again    operators and collectives that recompute it;  recompute_s  their seconds
     """
 
     value: str
@@ -117,8 +117,8 @@ class RetainedValue(TypedDict):
 
 
 class Explanation(TypedDict):
-    """`remembered`: of a value of forward, what backward does for it. Of a parameter `stored`; of a module `operators`,
-    those that take longest, and how many further there are; of a line `line` and what made it."""
+    """An explanation. A forward value has `remembered`; a parameter `stored`; a module `operators`, its slowest ones, and the number of
+    further ones; a program line `line` and the operator that computes it."""
 
     name: str
     searched: bool
@@ -169,7 +169,7 @@ def _of_value(one: RetainedValue) -> Iterator[str]:
 
 
 def _with_others(by_kind: dict[str, str]) -> str:
-    """The parameter's entry, and those of its gradient and state that are not the same."""
+    """The parameter's entry, and those of its gradient and state that differ."""
     own = by_kind["parameter"]
     return "; ".join([own, *(f"its {kind} {said}" for kind, said in by_kind.items() if kind != "parameter" and said != own)])
 

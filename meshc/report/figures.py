@@ -4,8 +4,8 @@
      "collectives": [{"phase": "update", "collective": "all_reduce", "axes": ["dp"], "count": 1, "bytes_per_rank": 128}, ...],
      "memory_bytes": {"parameters": 64, ..., "together": 512}, "seconds": {"computing": 1e-4, "communicating over dp": 2e-4, ...}}
 
-Bytes are a rank's, in a pipeline those of the rank that needs most; collectives are those of one call, counted as the summary counts them;
-seconds are predicted.
+Bytes are per rank, in a pipeline those of the rank with most; collectives are those of one call, counted as in the summary; seconds are
+predicted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CollectiveFigures(TypedDict):
 
 
 class Figures(TypedDict):
-    """What a program amounts to."""
+    """The figures of a program."""
 
     mode: str
     mesh: str
@@ -74,7 +74,7 @@ def figures(program: PlainProgram, device: str | None = None) -> Figures:
 
 
 def _storage(program: PlainProgram) -> dict[str, dict[str, str]]:
-    """How each parameter, its gradient where its update reads it, and its state lie."""
+    """Shardings of each parameter, of its gradient as the update reads it, and of its state."""
     gradients = gradient_shardings(program)
     states = {(port.of, port.shape): port.sharding for port in program.inputs if port.kind == "state"}
     found = {}

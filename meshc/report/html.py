@@ -20,20 +20,20 @@ from meshc.report.tree import GIVES, Branch, Leaf, Lies
 STYLE: Final = Path(__file__).with_name("page.css")
 SCRIPT: Final = Path(__file__).with_name("page.js")
 COLOURS: Final = 8
-"""Of axes; the ninth looks like the first."""
+"""Number of axis colours; the ninth axis repeats the first."""
 BREAK: Final = tag("br")
 SEARCHED: Final = "not kept in a saved program: program.report() has it, where the plan was searched"
 
 
 def write(page: Page, path: str | Path) -> None:
-    """PlanError: the path does not end in .html. FileError: it cannot be written."""
+    """Writes the page. Raises PlanError if the path does not end in .html, FileError if it cannot be written."""
     if Path(path).suffix not in (".html", ".htm") or Path(path).is_dir():
         raise PlanError(f"{path}: a report is one file, whose name ends in .html")
     write_text(path, html(page))
 
 
 def html(page: Page) -> str:
-    """The page."""
+    """The page as HTML."""
     style, script = STYLE.read_text(), SCRIPT.read_text()
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
@@ -54,12 +54,12 @@ def html(page: Page) -> str:
 
 
 def head_html(head: Head) -> str:
-    """What a notebook shows of a program: its name, mesh, plan, what a rank holds, and what a call takes."""
+    """A notebook's view of a program: its name, mesh, plan, bytes that a rank holds, and seconds of a call."""
     return _card(head.name, _facts(head))
 
 
 def asked_html(name: str, mesh: str, plan: str) -> str:
-    """The same before anything is compiled."""
+    """A notebook's view of a program that is not compiled yet."""
     facts = [("what", "nothing is compiled yet: call it, or give example inputs to meshc.compile"), ("mesh", mesh)]
     return _card(name, [*facts, ("plan", join((tag("code", line) for line in plan.splitlines()), BREAK))])
 
@@ -71,7 +71,7 @@ def _card(name: str, facts: Iterable[tuple[str, object]]) -> str:
 
 
 class _Colours:
-    """An axis's class in the style sheet, by its place in the mesh."""
+    """CSS classes of axes, by their position in the mesh."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self.of = {axis: f"axis a{at % COLOURS}" for at, axis in enumerate(axes)}
@@ -83,7 +83,7 @@ class _Colours:
         return join(map(self.axis, names), " ")
 
     def lies(self, lies: Lies, partial: Sequence[str] = ()) -> Markup:
-        """`[batch 8/dp, hidden 256]`, and what is still to be summed."""
+        """`[batch 8/dp, hidden 256]`, and the axes over which the value is partial."""
         dims = [join([join([name, *(join(["/", self.axis(axis)]) for axis in axes)]) for name, axes in dim], " * ") for dim in lies]
         waits = join([" partial ", self.axes(partial)]) if partial else ""
         return tag("span", "[", join(dims, ", "), "]", waits, class_="lies")

@@ -10,17 +10,17 @@ from html import escape
 from typing import Final
 
 VOID: Final = ("br", "input", "meta")
-"""Elements of HTML that have no end."""
+"""HTML elements without an end tag."""
 DRAWN: Final = ("line", "path", "rect")
-"""Elements of SVG that end where they begin: without a slash the next ones would lie in them."""
+"""Self-closing SVG elements: without the slash, following elements would be nested in them."""
 
 
 class Markup(str):
-    """Text that is HTML."""
+    """Text that is HTML already and is not escaped."""
 
 
 def text(words: object) -> Markup:
-    """Any text, which names of others may be in, as HTML shows it: markup and control characters are shown and do nothing."""
+    """Untrusted text, escaped for HTML: markup and control characters are shown and have no effect."""
     if isinstance(words, Markup):
         return words
     return Markup(escape("".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in str(words))))
@@ -39,7 +39,7 @@ def join(those: Iterable[object], between: str = "") -> Markup:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = (), class_: str | None = None) -> Markup:
-    """`numbers`: columns whose cells stand at their right end. Wide ones scroll by themselves."""
+    """A table element. `numbers`: indices of right-aligned columns. Wide tables scroll on their own."""
     kind = ["n" if column in numbers else None for column in range(len(headers))]
     head = tag("tr", *(tag("th", name, class_=one, scope="col") for name, one in zip(headers, kind, strict=True)))
     body = (tag("tr", *(tag("td", cell, class_=one) for cell, one in zip(row, kind, strict=True))) for row in rows)

@@ -3,11 +3,11 @@
     429.1 kB budget |                  ┄▆┄
                     |        ▂▄▆████▆▄▂
                     |▂▄▆███████████████▃▃▃▃
-    165.6 kB        |▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒      there for the whole call
+    165.6 kB        |▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒      live for the whole call
                      forward─backward────upd
                                      ▲ peak
 
-A column is the most of its part of the call; a phase is named beneath it where its name has room.
+A column is the maximum of its part of the call; phases are named beneath where their names fit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 FOR_GOOD: Final = "▒"
 SHORT: Final = {"forward": "fwd", "backward": "bwd", "update": "upd"}
 FAR: Final = 1.5
-"""How many times what is held a budget may be to stand in the drawing."""
+"""Largest ratio of the budget to the peak at which the budget is drawn."""
 
 
 def draw_memory(alive: Liveness, budget: int | None = None) -> list[str]:
-    """Lines; none where a call makes nothing. `budget`: bytes that a rank may hold."""
+    """Lines of the chart; none if a call computes no values. `budget`: bytes that a rank may hold."""
     course, kept = alive.course, sum(alive.holds.kept.values())
     if not course or not alive.holds.peak.total:
         return []
@@ -47,12 +47,12 @@ def draw_memory(alive: Liveness, budget: int | None = None) -> list[str]:
 
 
 def _level(size: int, top: int) -> int:
-    """In eighths of a row, from below; what there is shows."""
+    """Height in eighths of a row, from below; at least 1 for a positive size."""
     return max(round(size / top * HEIGHT * 8), 1 if size else 0)
 
 
 def _row(row: int, columns: list[int], kept: int, budget: int | None, top: int) -> str:
-    """`row` 0 is the highest."""
+    """One row of the chart; `row` 0 is the highest."""
     floor = (HEIGHT - 1 - row) * 8
     dashes = budget is not None and row == _row_of(budget, top)
     cells = []
@@ -68,7 +68,7 @@ def _row_of(size: int, top: int) -> int:
 
 
 def _labels(held: int, kept: int, budget: int | None, top: int) -> list[str]:
-    """Beside each row: what is held at the peak, what of it there is for the whole call, and the budget."""
+    """Labels beside the rows: bytes at the peak, bytes that are live for the whole call, and the budget."""
     labels = [""] * HEIGHT
     said = [(held, f"peak {bytes_text(held)}")]
     if budget is not None:
@@ -83,7 +83,7 @@ def _labels(held: int, kept: int, budget: int | None, top: int) -> list[str]:
 
 
 def _under(phases: list[str]) -> list[str]:
-    """The phases' names, each as wide as it takes."""
+    """The line of phase names, each as wide as its phase."""
     return [f"{_phase_label(phase, width):─<{width}}" for phase, width in _runs(phases)]
 
 
@@ -93,7 +93,7 @@ def _phase_label(phase: str, width: int) -> str:
 
 
 def _runs(phases: list[str]) -> list[tuple[str, int]]:
-    """What is one column wide goes with what is before it."""
+    """Runs of equal phases with their widths; a run of one column is merged into the one before."""
     found: list[tuple[str, int]] = []
     for phase, same in groupby(phases):
         width = len(list(same))

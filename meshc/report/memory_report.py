@@ -19,11 +19,11 @@ NAMES: Final = {
     "parameter": "parameters", "state": "optimizer state", peak_memory.COPY: "copies in torch's layout", "buffer": "buffers",
     "constant": "constants", "input": "inputs",
 }  # fmt: skip
-"""What is there for the whole call, by the kind of port."""
+"""Printed name of each kind of port whose values are live for the whole call."""
 
 
 def memory_table(program: PlainProgram, budget: int | None = None) -> str:
-    """`budget`: bytes that a rank may hold, where the user has said so."""
+    """The memory report as text. `budget`: bytes that a rank may hold; None if the user has set no limit."""
     ranks = peak_memory.by_rank(program)
     most = max(ranks, key=lambda one: one.total)
     found = peak_liveness(program, holds=most)
@@ -68,7 +68,7 @@ def _by_kind(program: PlainProgram, ranks: Sequence[peak_memory.RankBytes], most
 
 
 class LayerGroupKey(NamedTuple):
-    """What equal layers, and microbatches, have in common of a value."""
+    """Columns of a value that are equal in equal layers and microbatches; such values are one row."""
 
     lies: str
     made: str
@@ -77,12 +77,12 @@ class LayerGroupKey(NamedTuple):
 
     @classmethod
     def of(cls, value: Value, called: Callable[[str], str]) -> LayerGroupKey:
-        """`called`: what a module's path is shown as."""
+        """The key of a value. `called`: maps a module's path to the path shown."""
         return cls(_lies(value), _producer_text(value, called), _line(value), _until(value, called))
 
 
 def fold_layers(values: Sequence[Value]) -> list[tuple[LayerGroupKey, list[Value]]]:
-    """Equal layers and microbatches as one, what takes most in all first. Where there is but one, it is called by its name."""
+    """Values of equal layers and microbatches as one row, the largest in total first. A row of one layer has that layer's full path."""
     groups: dict[LayerGroupKey, list[Value]] = {}
     for value in values:
         groups.setdefault(LayerGroupKey.of(value, collapse_layers), []).append(value)
@@ -94,7 +94,7 @@ def fold_layers(values: Sequence[Value]) -> list[tuple[LayerGroupKey, list[Value
 
 
 def largest(found: Liveness) -> str:
-    """A table of what a call has made and has not dropped at the peak."""
+    """Table of the largest computed values that are live at the peak."""
     rows = [(bytes_text(bytes_of(values)), len(values), *alike) for alike, values in fold_layers(found.values)]
     text = table(
         rows[:LARGEST], ["bytes/rank", "count", "value", "made by", "at", "read last by"],
@@ -105,13 +105,13 @@ def largest(found: Liveness) -> str:
 
 
 def _further(rows: Sequence[tuple[LayerGroupKey, list[Value]]]) -> tuple[str, str] | None:
-    """What is not shown one by one."""
+    """Total bytes and count of the rows that are not shown."""
     count = sum(len(values) for _, values in rows)
     return (bytes_text(sum(bytes_of(values) for _, values in rows)), f"in {count} other{'s' * (count > 1)}") if rows else None
 
 
 def lines_of(found: Liveness, most: int = 5) -> list[str]:
-    """The first rows of that table, as errors have them."""
+    """The first `most` rows of the table of `largest`, as lines of an error message."""
     rows = fold_layers(found.values)
     lines = [
         f"{bytes_text(bytes_of(values)):>8} {f'{len(values)} x' if len(values) > 1 else '':>5} {', '.join(filter(None, alike[:3]))}"

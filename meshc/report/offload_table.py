@@ -13,7 +13,7 @@ HEADERS = ["phase", "copy", "count", "bytes/rank", "largest", "said by"]
 
 
 def rows_of(program: PlainProgram) -> list[tuple[str, str, int, int, int, str]]:
-    """(phase, copy, how often a call makes it, bytes of all on a rank, of the largest, line of the plan), in the order of the phases."""
+    """(phase, copy, runs per call, total bytes on a rank, bytes of the largest, plan line), in the order of the phases."""
     runs = peak_memory.runs(program)
     count: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()

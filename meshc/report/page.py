@@ -1,6 +1,6 @@
 """Data of a report page; `meshc/report/html.py` renders it as HTML.
 
-Nothing is computed here that a summary does not compute; where the two say the same, they say it by the same functions.
+All figures are those of the summary, computed by the same functions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshc.report.tables import bytes_text, seconds_text
 from meshc.report.tree import Branch, FoldedValues, tree, values
 
 POINTS = 360
-"""Of the course of memory over a call; each is the most of its part."""
+"""Points of the memory curve over a call; each is the maximum of its part."""
 SHOWN_VALUES = 1500
 
 
 class Head(NamedTuple):
-    """What stands above everything, and what a notebook shows.
+    """The head of the page, which a notebook shows too.
 
-    plan     a line each, with who said it
-    step_s   predicted seconds of a call on `device`;  holds  bytes of the rank that needs most
+    plan     the plan's lines, each with its origin
+    step_s   predicted seconds of a call on `device`;  holds  peak bytes of the rank with most
     """
 
     name: str
@@ -62,7 +62,7 @@ class Grid(NamedTuple):
 
 
 class CollectiveTraffic(NamedTuple):
-    """Collectives of a call that are of one kind, over the same axes, in one phase."""
+    """Collectives of a call of one kind, over the same axes, in one phase."""
 
     phase: str
     kind: str
@@ -74,7 +74,7 @@ class CollectiveTraffic(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """Collectives that are alike but for their layer, and the line of the user's model that they come from."""
+    """Collectives of equal layers, and the line of the user's model that they come from."""
 
     kind: str
     axes: tuple[str, ...]
@@ -88,11 +88,11 @@ class Largest(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of the rank that needs most.
+    """Memory of the rank with most.
 
-    kinds    what takes how many bytes;  kept  of these what is there for the whole call
-    course   bytes over the call, beside what is kept, and the phase;  peak  where most is there
-    largest  the ten largest values at the peak, and what further ones take together
+    kinds    bytes by kind;  kept  bytes that are live for the whole call
+    course   (bytes without `kept`, phase) over the call;  peak  index of the peak
+    largest  the ten largest values at the peak, and the total of further ones
     """
 
     whose: str
@@ -111,8 +111,8 @@ class Memory(NamedTuple):
 class Page:
     """A report.
 
-    weighed, tried  what searches compared; None where that is not known, as of a saved program
-    timeline        of stages, as SVG;  spans  of the only stage, where there is but one
+    weighed, tried  candidates of the searches; None if not known, as for a saved program
+    timeline        timeline of the stages, as SVG;  spans  spans of the only stage of a program without a pipeline
     """
 
     head: Head
@@ -135,7 +135,8 @@ class Page:
 
 
 def head(program: PlainProgram, name: str, device: str | None = None, budget: int | None = None) -> Head:
-    """`name`: of the model; `device`: whose times, or else the mesh's; `budget`: bytes that a rank may hold, where the user has said so."""
+    """The page's head. `name`: the model's name; `device`: the device whose times are predicted, by default the mesh's; `budget`: bytes
+    that a rank may hold, or None."""
     on = _device(program, device)
     return _head(program, name, on, program_seconds(program, on).total, peak_memory.peak_rank(program).total, budget)
 
@@ -144,7 +145,7 @@ def page(
     program: PlainProgram, name: str, device: str | None = None, budget: int | None = None,
     weighed: Sequence[PlanCandidate] | None = None, tried: Sequence[PipelineCandidate] | None = None,
 ) -> Page:  # fmt: skip
-    """All of it; arguments as `head` has them."""
+    """The data of the whole page; arguments as for `head`."""
     on = _device(program, device)
     takes, found = program_seconds(program, on), peak_liveness(program)
     uses, made = collectives(program, on), values(program)
@@ -240,7 +241,7 @@ def _memory(program: PlainProgram, found: Liveness, budget: int | None) -> Memor
 
 
 def _fewer(course: Sequence[tuple[int, str]], peak: int) -> tuple[list[tuple[int, str]], int]:
-    """At most POINTS of a course, each the most of its part, and which of them has the peak."""
+    """At most POINTS points of a course, each the maximum of its part, and the index of the one with the peak."""
     count = min(len(course), POINTS)
     starts = [len(course) * at // count for at in range(count)]
     parts = [course[start:end] for start, end in zip(starts, [*starts[1:], len(course)], strict=True)]
@@ -248,7 +249,7 @@ def _fewer(course: Sequence[tuple[int, str]], peak: int) -> tuple[list[tuple[int
 
 
 def _stages(program: PlainProgram, on: Device) -> Grid:
-    """Stages of a pipeline; no rows where there is none."""
+    """Stages of a pipeline; no rows without a pipeline."""
     headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
     rows = [] if program.pipeline is None else [
         [str(one.stage), str(one.rank), ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),

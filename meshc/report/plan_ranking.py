@@ -10,8 +10,8 @@
     ---------  ------------  --------------
     dp=8,tp=8  ddp+megatron  about 238.1 ms
 
-Exposed is communication while nothing is computed; bubble what the rank that is busy longest waits for other stages. Of the peak: the
-arithmetic of the model's matrix products, convolutions and attention, not what is repeated or padded, by what all devices could do.
+"exposed" is communication without computing beside it; "bubble" the time for which the busiest rank waits for other stages; "of the peak"
+the model's own arithmetic (matrix products, convolutions, attention, without repetition and padding) over the peak of all devices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankedPlan(TypedDict):
 
 
 class EstimatedPlan(TypedDict):
-    """A plan on a mesh that was priced by the planner's model alone: `about_s` is its estimate, `dropped` why it went no further."""
+    """A plan on a mesh that was priced by the planner's model alone: `about_s` is the estimate, `dropped` why it was not lowered."""
 
     mesh: str
     plan: str
@@ -57,7 +57,7 @@ class EstimatedPlan(TypedDict):
 
 
 def rank_plans(mesh: str, weighed: Iterable[PlanCandidate], ideal_s: float | None) -> list[RankedPlan]:
-    """The plans of one mesh that went through all passes. `ideal_s`: what the model takes at the peak of all devices."""
+    """The lowered plans of one mesh. `ideal_s`: seconds of the model's arithmetic at the peak of all devices."""
     return [
         RankedPlan(
             mesh=mesh, plan=one.name, entries=one.plan.splitlines(), step_s=one.seconds, computing_s=one.compute, exposed_s=one.exposed,
@@ -70,7 +70,8 @@ def rank_plans(mesh: str, weighed: Iterable[PlanCandidate], ideal_s: float | Non
 
 
 def estimated_plans(mesh: str, weighed: Iterable[PlanCandidate], budget: float) -> list[EstimatedPlan]:
-    """Those of one mesh that were not made, although the model has them within the budget (bytes; it leaves out what operators need)."""
+    """The plans of one mesh that were not lowered, although the planner's model predicts memory within `budget` (bytes, without operators'
+    workspace)."""
     return [
         EstimatedPlan(mesh=mesh, plan=one.name, entries=one.plan.splitlines(), about_s=one.estimated, dropped=one.dropped)
         for one in weighed
@@ -99,7 +100,7 @@ def text(rows: Sequence[RankedPlan], title: str) -> str:
 
 
 def ideal_seconds(program: PlainProgram, device: Device) -> float | None:
-    """Seconds that the model's own arithmetic takes if every device does its share at its peak, in the program's dtypes."""
+    """Seconds of the model's own arithmetic, evenly divided over all devices at their peak rate in the program's dtypes."""
     rows = divided_work.work_rows(program)
     if not rows:
         return None

@@ -7,7 +7,7 @@
       phase    collective    axes    -              +
       update   all_reduce    dp      1 x, 8.2 kB    -
 
-Each part stands there where there is a difference, and nothing else does.
+Only parts that differ are shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshc.report.tables import bytes_text, seconds_text, table
 
 
 class StorageChange(TypedDict):
-    """Parameters that are alike but for their layers, and how some of params, grads and state lie in either program."""
+    """Parameters of equal layers, and the shardings of params, grads or state that differ between the programs."""
 
     parameter: str
     count: int
@@ -46,7 +46,7 @@ class MovedChange(TypedDict):
 
 
 class Differences(TypedDict):
-    """Of each part of the figures, what differs."""
+    """Differences of two programs' figures, part by part."""
 
     said: dict[str, list[str]]
     removed: list[str]
@@ -58,7 +58,7 @@ class Differences(TypedDict):
 
 
 def differences(one: Figures, other: Figures) -> Differences:
-    """What differs, `one` first in each pair."""
+    """The differences; in each pair the figure of `one` comes first."""
     said = {key: [str(one[key]), str(other[key])] for key in ("mode", "mesh", "microbatches", "device") if one[key] != other[key]}
     return Differences(
         said=said,
@@ -72,7 +72,7 @@ def differences(one: Figures, other: Figures) -> Differences:
 
 
 def text(found: Differences, names: tuple[str, str]) -> str:
-    """The differences as tables; `names` are those of the two programs."""
+    """The differences as tables. `names`: names of the two programs."""
     head = "\n".join(f"{sign} {name.strip().splitlines()[0]}" for sign, name in zip("-+", names, strict=True))
     blocks = [head, *(f"{key}\n  - {pair[0]}\n  + {pair[1]}" for key, pair in found["said"].items())]
     if found["removed"] or found["added"]:
@@ -102,7 +102,7 @@ def text(found: Differences, names: tuple[str, str]) -> str:
 
 
 def _storage(one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]) -> list[StorageChange]:
-    """Parameters whose names differ in numbers only, and which lie alike, are one row."""
+    """Parameters whose sharding differs; those whose names differ in numbers only, with equal shardings, are one row."""
     groups: Counter[tuple[str, tuple[str, ...], str, str]] = Counter()
     for name in dict.fromkeys((*one, *other)):
         pairs: dict[tuple[str, str], tuple[str, ...]] = {}

@@ -21,15 +21,15 @@ from meshc.report.tables import bytes_text, table
 
 @dataclass(frozen=True)
 class LayerRebalance:
-    """Of one layer. `before`, `best` and `after` are what the rank with most has to do, in multiples of the mean over ranks.
+    """Rebalancing of one layer. `before`, `best` and `after` are imbalances: the busiest rank's load over the mean.
 
-    path    of the layer's experts
-    spread  where each expert lies from now on, and which have copies: slots and places are the first rank's, then the second's, and so on
-    groups  ranks among which they are split
-    best    what was found; `after` is that where experts have moved, and `before` where they stay
-    changed whether anything has been done
-    moved   experts that have another rank now
-    bytes   what the rank that gets most was sent, parameters and optimizer state
+    path    path of the layer's experts
+    spread  the new placement of experts and copies: slots and places rank by rank
+    groups  number of ranks that the experts are split over
+    best    imbalance of the placement found; `after` equals `best` if it was applied, else `before`
+    changed whether the placement was changed
+    moved   number of experts that have another rank now
+    bytes   parameters and optimizer state sent to the rank that receives most
     """
 
     path: str
@@ -44,24 +44,24 @@ class LayerRebalance:
 
     @property
     def copies(self) -> int:
-        """How many copies of experts there are from now on, over all ranks."""
+        """Number of copies of experts in the new placement, over all ranks."""
         return sum(slot >= 0 for slot in self.spread.copies)
 
 
 @dataclass(frozen=True)
 class Report:
-    """By layer, in the model's order."""
+    """The report of `program.rebalance`, by layer in the model's order."""
 
     layers: tuple[LayerRebalance, ...]
 
     @property
     def moved(self) -> bool:
-        """Whether any expert lies, or has copies, on other ranks now."""
+        """Whether any expert or copy is on another rank now."""
         return any(one.changed for one in self.layers)
 
     @property
     def bytes(self) -> int:
-        """What the rank that gets most was sent, over all layers."""
+        """Bytes sent to the rank that receives most of each layer, summed over layers."""
         return sum(one.bytes for one in self.layers)
 
     def __str__(self) -> str:
@@ -71,9 +71,11 @@ class Report:
 def plan_layer_move(
     path: str, loads: Sequence[float], now: ExpertPlacement, groups: int, least: float, spare: int, sent: Callable[[Sequence[int]], int]
 ) -> LayerRebalance:
-    """Where the experts of a layer are to lie, `now` where they do: they move, or get copies in `spare` places of each group, if what the
-    busiest group has falls by more than `least` of it, or if more places have copies now. sent: what the rank that gets most is sent if
-    they lie so."""
+    """The new placement of a layer's experts, with copies in up to `spare` places of each group. The placement `now` stays unless the
+    imbalance falls by more than the fraction `least`, or `now` has more copies than `spare`.
+
+    sent  slots -> bytes sent to the rank that receives most
+    """
     wanted = expert_balance.balance_experts(loads, now, groups, spare)
     before, best = (expert_balance.imbalance(loads, spread, groups) for spread in (now, wanted))
     if before - best <= least * before and now.spare(groups) <= spare:

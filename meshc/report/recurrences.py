@@ -5,7 +5,7 @@
       --------  -------  ----------  -------  -------  ------------------  ---------  ------------  ----------  ------------
       layer     1        rnn         cp       2        in 2 turns, 1 part  512 B      512 B         512 B       512 B
 
-A turn is one part of the rows on each rank that has one. `docs/recurrences.md` has the formulas.
+In a turn each rank that has a part of the rows runs one part. `docs/recurrences.md` has the formulas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TITLE: Final = "steps along a split sequence, bytes of a rank forward and backwa
 
 
 def recurrence_table(program: PlainProgram) -> str:
-    """The table; nothing where no axis splits steps."""
+    """The table; "" if no axis splits steps."""
     alike = Counter(replace(one, path=collapse_layers(one.path)) for one in traffic(program))
     return table([_row(one, count) for one, count in alike.items()], HEADERS, TITLE) if alike else ""
 

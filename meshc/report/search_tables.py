@@ -28,13 +28,13 @@ from meshc.plan.plan_candidate import PlanCandidate
 from meshc.report.tables import bytes_text, seconds_text
 
 SHOWN: Final = 20
-"""Rows at most."""
+"""Largest number of rows."""
 
 HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "recomputed", "predicted", "a rank holds", "")
 
 
 def stage_candidates_table(tried: Sequence[PipelineCandidate]) -> str:
-    """The table; nothing, if there was no choice. What fits stands before what does not."""
+    """The table of candidates for pipeline stages; "" if there was no choice. Candidates that fit in memory come first."""
     if not tried:
         return ""
     headers, rows = tried_rows(tried)
@@ -47,7 +47,7 @@ def stage_candidates_table(tried: Sequence[PipelineCandidate]) -> str:
 
 
 def tried_rows(tried: Sequence[PipelineCandidate]) -> tuple[list[str], list[list[str]]]:
-    """Headers, and the first rows. Columns that say the same everywhere are left out."""
+    """Headers, and the first rows. Columns with equal cells in all rows are left out."""
     best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
     rows = [_row(each) for each in best[:SHOWN]]
     same = {column for column in (1, 6) if len({row[column] for row in rows} - {""}) <= 1}
@@ -70,7 +70,7 @@ def _row(one: PipelineCandidate) -> list[str]:
 
 
 def plan_candidates_table(candidates: Sequence[PlanCandidate]) -> str:
-    """The table of plans that were compared; nothing, if none were."""
+    """The table of plans that were compared; "" if none were."""
     if not candidates:
         return ""
     headers, rows = plan_candidate_rows(candidates)

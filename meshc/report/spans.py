@@ -17,8 +17,8 @@ from meshc.program.program import PlainProgram
 
 
 class TimeSpan(NamedTuple):
-    """From `start_s` to `end_s`. `waits`: nothing is computed, since what comes next reads what is on its way, or what is
-    computed next takes as much longer beside messages."""
+    """A span from `start_s` to `end_s`. `waits`: the rank waits for a transfer that the next operator reads, or loses the time to
+    contention with messages."""
 
     phase: str
     waits: bool
@@ -27,7 +27,7 @@ class TimeSpan(NamedTuple):
 
 
 def spans(program: PlainProgram, device: Device) -> list[TimeSpan]:
-    """By the clock that predicts a call; none of a program with several stages, whose timeline has these, or whose host computes too."""
+    """The spans of a call by its predicted clock; none for a program with several stages, which has a timeline, or with host operators."""
     if program.pipeline is not None or len(program.stages) != 1 or len(program.schedule) != 1:
         return []
     total, clock = run_clock(program.stage.graph, program.mesh, device)
@@ -46,7 +46,7 @@ def spans(program: PlainProgram, device: Device) -> list[TimeSpan]:
 
 
 def _longer(found: list[TimeSpan], more: TimeSpan) -> list[TimeSpan]:
-    """With one more, which may go on where the last one ends."""
+    """The spans with one more, merged into the last one if it continues that."""
     if more.end_s <= more.start_s:
         return found
     if found and (found[-1].phase, found[-1].waits, found[-1].end_s) == (more.phase, more.waits, more.start_s):

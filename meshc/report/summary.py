@@ -1,6 +1,6 @@
 """Summary tables of a program: parameter shardings, collectives and their reasons, memory, predicted time.
 
-Everything is read off the program's own graphs and figures of devices; nothing is measured, and nothing needs a process group.
+All figures come from the program's own graphs and from the device's figures; nothing is measured, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from meshc.report.account import link_accounts, stage_accounts
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
 
 PLAN_LINES: Final = 20
-"""Of a plan that are shown."""
+"""Lines of a plan that are shown."""
 
 
 @dataclass(frozen=True)
 class CollectiveUse:
     """One collective of a program.
 
-    bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side; of halo and halo_sum what moves
-                    (what the rank that needs most gets, or sends)
-    times           how often a call of the program runs it (once a microbatch, for instance)
-    seconds         that all of these take by themselves on the device that was asked about
+    bytes_per_rank  bytes of the operand on each rank; of the result for an all_gather, the larger side; of halo and halo_sum the bytes
+                    that the rank with most receives, or sends
+    times           runs in a call of the program (one per microbatch, for instance)
+    seconds         predicted seconds of all these runs, without overlap; 0 without a device
     """
 
     phase: str
@@ -61,8 +61,8 @@ class CollectiveUse:
 
 
 def collectives(program: PlainProgram, device: Device | None = None) -> list[CollectiveUse]:
-    """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'.
-    `device`: whose seconds they have; without one they have none."""
+    """All collectives of a program, stage by stage in their order; in a pipeline those of all its ranks. `device`: the device whose
+    seconds are predicted; without it `seconds` is 0."""
     runs = peak_memory.runs(program)
     found = []
     for stage in program.stages.values():
@@ -83,8 +83,11 @@ def collectives(program: PlainProgram, device: Device | None = None) -> list[Col
 
 
 def summary(program: PlainProgram, device: str | None = None, budget: int | None = None) -> str:
-    """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
-    bytes that a rank may hold, where the user has said so."""
+    """The summary of a compiled program as text.
+
+    device  name of the device whose times are predicted; None: the mesh's
+    budget  bytes that a rank may hold; None if the user has set no limit
+    """
     on = for_mesh(program.mesh) if device is None else find_device(device)
     blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.expert_table(program)]
     blocks += [
@@ -108,7 +111,7 @@ def _head(program: PlainProgram) -> str:
 
 
 def _plan(lines: list[str]) -> list[str]:
-    """A plan's lines; of a long one, as searches may find, the first."""
+    """A plan's lines; of a long plan, such as a search may find, the first PLAN_LINES."""
     if len(lines) <= PLAN_LINES:
         return lines
     return [*lines[:PLAN_LINES], f'and {len(lines) - PLAN_LINES} more lines: print(program.plan), or program.plan.save("found.plan")']
@@ -118,7 +121,7 @@ def _plan(lines: list[str]) -> list[str]:
 
 
 class _ParameterGroupKey(NamedTuple):
-    """What parameters of one row have in common; of gradient and state where they lie otherwise."""
+    """Columns that the parameters of one row share; `gradient` and `state` are "" if they are stored like the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,7 +171,7 @@ def _parameters(program: PlainProgram) -> str:
 
 
 def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
-    """Bytes of values on the rank of the pipeline axis that has most of them, and the ranks that have any: each is where `owned` says."""
+    """The ranks of the pipeline axis that own any of the ports `owned`, as text, and the largest bytes of their `values` on one rank."""
     found: Counter[int | None] = Counter()
     for port, mine in zip(owned, values, strict=True):
         owner = None if program.pipeline is None else program.pipeline.owners.get(port.key)
@@ -179,26 +182,26 @@ def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Seq
 
 
 def _placement(other: Sharding | None, own: Sharding | None, sizes: Mapping[str, int]) -> str:
-    """The placement of a gradient or of state where it is not the parameter's."""
+    """The placement of a gradient or of state; "" if it equals the parameter's."""
     if other is None or own is None or (local_shape(other, sizes) == local_shape(own, sizes) and _axes(other) == _axes(own)):
         return ""
     return placement(other, other.shape)
 
 
 def _axes(sharding: Sharding) -> list[list[str]]:
-    """The axes that split each dim, in order: two may give tiles of one shape and other rows."""
+    """The axes that split each dim, in order: two orders give tiles of one shape with different rows."""
     return [[axis for part in parts for axis in part.axes] for parts in sharding.dims]
 
 
 def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
-    """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
+    """Sharding of each parameter's gradient, as the update reads it or as it leaves the program."""
     found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
     for stage in program.stages.values():
         keys = stage.keys()
         for node in stage.graph.nodes:
             for parameter, gradient in peak_memory.updates(node):
                 while parameter.op == "call_function" and parameter.target is not torch.ops.aten.cat.default:
-                    parameter = parameter.all_input_nodes[0]  # the update is of another tile than the one that is stored
+                    parameter = parameter.all_input_nodes[0]  # the update runs on another tile than the stored one
                 name = name_of(keys[parameter]) if is_a(keys.get(parameter, ""), "parameter") else ""
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
                 if name and sharding is not None:
@@ -210,7 +213,7 @@ def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
 
 
 def _pipeline(program: PlainProgram, device: Device) -> str:
-    """The schedule, its stages, and what goes between its ranks."""
+    """The pipeline's schedule and stages, and the bytes sent between its ranks."""
     pipeline = program.pipeline
     if pipeline is None:
         return ""
@@ -255,7 +258,7 @@ def _collectives(program: PlainProgram) -> str:
 
 
 def mostly(uses: Iterable[CollectiveUse]) -> str:
-    """The reason that most bytes have."""
+    """The reason with the largest number of bytes."""
     said: Counter[str] = Counter()
     for use in uses:
         said[why(use)] += use.times * use.bytes_per_rank
@@ -263,7 +266,7 @@ def mostly(uses: Iterable[CollectiveUse]) -> str:
 
 
 def why(use: CollectiveUse) -> str:
-    """The reason without the plan's line, which stands above the table by axis, and without what is sent along."""
+    """The reason without the plan's line, which is printed above the table, and without other values sent along."""
     said = use.reason.partition("; ")[0].partition(" together: ")
     if said[1]:
         return said[0] + " together"
@@ -300,7 +303,7 @@ def _time(program: PlainProgram, device: Device) -> str:
 
 
 def communicating(axes: str) -> str:
-    """What communication over these axes, or with the host, is called."""
+    """Printed name of communication over these axes, or of copies to and from the host."""
     return "copying to the host and back" if axes == HOST else f"communicating over {axes}"
 
 
@@ -308,7 +311,7 @@ def communicating(axes: str) -> str:
 
 
 def _work(program: PlainProgram) -> str:
-    """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
+    """The share of the arithmetic that each axis splits, and how much of it ranks repeat."""
     title = "work (matrix products, convolutions, attention)"
     rows = divided_work.work_rows(program)
     if rows is None:
@@ -338,10 +341,10 @@ def _percent(share: float | None) -> str:
 
 
 def _total_arithmetic(program: PlainProgram) -> float:
-    """What all ranks do in one call, as their graphs have it."""
+    """Flops of all ranks in one call, from their graphs."""
     runs = peak_memory.runs(program)
     one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
-    pipelines = 1 if program.pipeline is None else program.pipeline.schedule.ranks  # what runs on one rank of the axis runs on no other
+    pipelines = 1 if program.pipeline is None else program.pipeline.schedule.ranks  # each stage runs on one rank of the axis only
     return one * program.mesh.world_size / pipelines
 
 
@@ -386,7 +389,7 @@ class FactorClasses(Protocol):
 
 
 def factors(names: Names, found: FactorClasses, program: PlainProgram) -> str:
-    """What a plan can name: a row a name, with sizes, the number of classes and some members."""
+    """Table of the factors that a plan can name: one row per name, with sizes, number of classes and some members."""
     members: dict[int, list[str]] = defaultdict(list)
     graph = next((node.graph for node, _ in found.dims), None)
     if graph is not None:

@@ -14,7 +14,7 @@ from meshc.ir.sharding import Part, Sharding
 
 
 def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
-    """`[ffn 688/tp, hidden 256]`. Factors whose only name is a parameter's show their size alone, so that layers look alike."""
+    """`[ffn 688/tp, hidden 256]`. Factors named only after a parameter show their size alone, so that equal layers have equal text."""
     if sharding is None:
         return f"[{', '.join(map(str, shape))}]"
     return f"[{', '.join(' * '.join(map(part_text, parts)) or '1' for parts in sharding.dims)}]"
@@ -33,7 +33,7 @@ def part_text(part: Part) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
-    """A title, and beneath it the rows, two spaces in."""
+    """A title, and beneath it the rows, indented by two spaces."""
     text = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 

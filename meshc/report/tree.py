@@ -23,21 +23,21 @@ from meshc.report.summary import gradient_shardings
 from meshc.report.tables import part_text, placement
 
 DEEPEST: Final = 32
-"""Modules within modules; what a name has beyond that is one word."""
+"""Levels of nested modules; the rest of a longer name is one word."""
 
 Lies: TypeAlias = tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
-"""For each dim its parts: what a part is called (`ffn 688`), and the axes that split it."""
+"""For each dim its parts: a part's text (`ffn 688`), and the axes that split it."""
 
 
 def lies(sharding: Sharding | None, shape: Sequence[int]) -> Lies:
-    """As `tables.placement` has it, with the axes apart."""
+    """Parts and axes of each dim: the data of which `tables.placement` is the text."""
     if sharding is None:
         return tuple(((str(size), ()),) for size in shape)
     return tuple(tuple((part_text(part).partition("/")[0], part.cuts) for part in parts) or (("1", ()),) for parts in sharding.dims)
 
 
 class Leaf(NamedTuple):
-    """A parameter or buffer, or what a module gives. `gradient`, `state`: how those lie where they lie otherwise."""
+    """A parameter, a buffer, or a module's output. `gradient`, `state`: their shardings, "" if they equal the parameter's."""
 
     name: str
     kind: str
@@ -53,10 +53,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Branch:
-    """A module, or several that are alike.
+    """A module, or several equal ones.
 
-    name    its last word; of several their numbers, `0-31`
-    count   how many
+    name    last component of its path; of several modules their numbers, `0-31`
+    count   number of equal modules
     """
 
     name: str
@@ -66,7 +66,7 @@ class Branch:
 
     @property
     def bytes(self) -> int:
-        """Of what one of them holds on a rank, without optimizer state."""
+        """Bytes of one such module's parameters and buffers on a rank, without optimizer state."""
         return sum(leaf.bytes for leaf in self.leaves if leaf.kind != GIVES) + sum(one.bytes * one.count for one in self.children)
 
 
@@ -74,7 +74,7 @@ GIVES: Final = "gives"
 
 
 class _ModuleBuilder:
-    """A module while it is filled."""
+    """A module of the tree while its leaves are added."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
@@ -88,7 +88,7 @@ class _ModuleBuilder:
 
 
 def tree(program: PlainProgram) -> Branch:
-    """The model, as parameters, buffers and operators name its modules."""
+    """The model's module tree, from the module paths of parameters, buffers and operators."""
     root = _ModuleBuilder()
     states: dict[str, list[Port]] = defaultdict(list)
     for port in program.inputs:
@@ -121,7 +121,7 @@ def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | Non
 
 
 def _module_outputs(program: PlainProgram) -> dict[str, ir.Record]:
-    """Module -> the last value that is made in forward under its own name."""
+    """Module -> the last value that forward computes in the module itself."""
     found: dict[str, ir.Record] = {}
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
@@ -144,7 +144,7 @@ def _partial(sharding: Sharding | None) -> tuple[str, ...]:
 
 
 def _fold_modules(name: str, module: _ModuleBuilder) -> Branch:
-    """A module with those of its modules that are alike as one."""
+    """The branch of a module, with equal submodules folded into one."""
     groups: dict[Branch, list[str]] = {}
     for word, child in module.children.items():
         made = _fold_modules(word, child)
@@ -170,7 +170,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 class FoldedValues(NamedTuple):
-    """Values that equal layers and stages make alike. `bytes`: of one, on a rank."""
+    """Equal values of equal layers and stages. `bytes`: of one value, on a rank."""
 
     name: str
     phase: str
@@ -185,7 +185,7 @@ class FoldedValues(NamedTuple):
 
 
 def values(program: PlainProgram) -> list[tuple[FoldedValues, int]]:
-    """What operators and collectives make, with how many are alike, the largest first."""
+    """(values, count) of all results of operators and collectives, equal ones folded, the largest in total first."""
     found: dict[FoldedValues, int] = {}
     names: dict[FoldedValues, str] = {}
     for made in _each(program):

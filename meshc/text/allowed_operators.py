@@ -2,13 +2,13 @@
 
     aten.mm, aten.add.Tensor       an ATen operator; `.default` is left out, other overloads stand after a dot
     meshc.attention                one of meshc's own operators (registered by importing `meshc`)
-    mylib.my_rmsnorm               an operator of a library that whoever reads the text has allowed (`libraries.py`)
+    mylib.my_rmsnorm               an operator of a library that the reader has allowed (`libraries.py`)
     all_reduce, shard, ...         the functions of `meshc.ir.spmd`
     getitem                        one result of an operator that has several
 
-`operators.txt` lists the first two kinds name by name: what the compiler can emit, and nothing else that a namespace holds. So a text
-cannot name what touches files, the process or the generator (programs draw by `meshc.random`), what reads memory as it is told to
-(`as_strided`, `_reshape_alias`, `set_`, `resize_`), what writes into operands, or kernels that only other kernels call.
+`operators.txt` lists the first two kinds by name: the operators that the compiler can emit, and no others of these namespaces. So a text
+cannot name operators that touch files, the process or the generator (programs draw by `meshc.random`), that read arbitrary memory
+(`as_strided`, `_reshape_alias`, `set_`, `resize_`), that write into operands, or kernels that only other kernels call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/ope
 
 @cache
 def refusal(target: Target) -> str | None:
-    """Why a callable may not stand in a program's text, or None if it may; of a user's library, if its reader has allowed that."""
+    """Why a callable may not be named in a program's text, or None if it may; operators of a user's library have to be allowed first."""
     if not isinstance(target, OpOverload):
         return None if any(target is function for function in FUNCTIONS.values()) else "it is no operator"
     if spelling(target) in OPERATORS:

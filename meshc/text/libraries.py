@@ -1,7 +1,7 @@
 """Operator libraries that a text may name besides torch and meshc: those the caller trusts, none by default.
 
-A kernel believes what it is called with, and a fake what it is asked; of torch's and meshc's, `operators.txt` and `meshc/check` answer for
-that. Of another library its author does, so whoever reads a program says so by its name. The name never comes from the program.
+Kernels and fakes trust their arguments; for those of torch and meshc, `operators.txt` and `meshc/check` ensure that this is safe. For
+another library only its author can, so the reader of a program has to allow the library by name. The name never comes from the program.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TORCHS: Final = frozenset(
     "mkldnn_prepacked mkl quantized quantized_decomposed higher_order profiler symm_mem streams xnnpack metal vulkan "
     "prepacked static_runtime cuda bundled _quantized _caffe2 _test aten_backup fsdp sparse export dist _inductor_test".split()
 )
-"""Libraries of torch's whose operators no program needs, and which reach processes, groups or memory."""
+"""Libraries of torch whose operators no program needs, and which access processes, groups or memory."""
 
 _allowed: Final[set[str]] = set()
 _ANY: Final = "any library"
-"""No library's name."""
+"""Stands for all libraries; no library has this name."""
 
 
 def allow(words: str) -> None:
@@ -56,7 +56,7 @@ def allow(words: str) -> None:
 
 @contextmanager
 def trust_libraries() -> Iterator[None]:
-    """In it texts may name operators of any library that this process has: they are of another rank of the same run."""
+    """Context in which texts may name operators of any library of this process: for texts from another rank of the same run."""
     _allowed.add(_ANY)
     try:
         yield
@@ -69,7 +69,7 @@ def is_allowed(library: str) -> bool:
 
 
 def forbidden(name: str) -> str:
-    """Why an operator of a library that nobody has allowed may not be named, and what to do."""
+    """Error text for an operator of a library that is not allowed, with what to do."""
     library = name.partition(".")[0]
     return (
         f"the operator {name} is not on the allow-list: the library {library} is neither torch's nor meshc's, and nobody has allowed it\n"
@@ -79,5 +79,5 @@ def forbidden(name: str) -> str:
 
 
 def libraries_of(graph: Graph) -> set[str]:
-    """Those that whoever reads a graph's text has to allow."""
+    """The libraries that the reader of a graph's text has to allow."""
     return {node.target.namespace for node in graph.nodes if isinstance(node.target, OpOverload)} - set(OWN)

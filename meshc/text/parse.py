@@ -1,7 +1,7 @@
 """Parser of a program's text: `ast` finds assignments, the allow-list resolves operators; nothing is executed.
 
-The grammar is what `meshc.text` prints: one function a stage, one call an assignment, blocks that are regions, arguments that are
-names, literals, constants, lists. Everything else is refused with the line, what is wrong there, and what may stand there.
+The grammar is what `meshc.text` prints: one function per stage, one call per assignment, a block per region, arguments that are names,
+literals, constants or lists. Everything else is refused, with the line, the fault, and what is allowed there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ONE_TYPE: Final = re.compile(
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 EARLIER: Final = {"pending": "partial"}
-"""Words of the types in artifacts before version 6, and those that took their place."""
+"""Words of types in artifacts before version 6 -> today's words."""
 _CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
 _WORD: Final = WORD.pattern
 _SIZE: Final = r"\d{1,18}|n_\w+|\{[^{}]*\}"
@@ -56,9 +56,9 @@ _AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
 
 
 def parse_stage(text: str, side_table: SideTable | None = None, where: str = "program text") -> Stage:
-    """The stage that a text describes, its sources, reasons and phases from `side_table`; `where` names the text in messages.
+    """The stage that a text describes, with sources, reasons and phases from `side_table`; `where` names the text in messages.
 
-    Raises ArtifactError. The text of the result is `text`, without the comments of which the side table knows nothing.
+    Raises ArtifactError. The result prints as `text`, except for comments that the side table does not have.
     """
     return _StageReader(text, side_table or {}, where).stage()
 
@@ -66,7 +66,7 @@ def parse_stage(text: str, side_table: SideTable | None = None, where: str = "pr
 def parse_type(
     text: str, axis_sizes: Mapping[str, int] | None = None, hints: Mapping[str, int] | None = None
 ) -> Record | tuple[Record, ...]:
-    """The record that a type describes; with `axis_sizes` its shape is a rank's; `hints` are symbols that may stand in it.
+    """The record that a type describes; with `axis_sizes` its shape is local. `hints`: values of the symbols that the type may contain.
 
     Raises ArtifactError.
     """
@@ -83,7 +83,7 @@ def parse_type(
 
 
 def parse_sizes(text: str) -> tuple[Dynamic, ...]:
-    """What `print_sizes` printed. Raises ArtifactError."""
+    """The dynamic sizes in the text of `print_sizes`. Raises ArtifactError."""
     found = []
     for item in text.split(", ") if text else []:
         match = _SIZES.fullmatch(item)
@@ -97,7 +97,7 @@ def parse_sizes(text: str) -> tuple[Dynamic, ...]:
 
 
 def parse_one_type(text: str, hints: Mapping[str, int] | None = None) -> Record:
-    """The record of a type that is not a list of types, its shape global."""
+    """The record, with its global shape, of a type that is not a list of types."""
     found = parse_type(text, None, hints)
     if isinstance(found, tuple):
         raise ArtifactError(f"{text!r} is a list of types where one value is meant")
@@ -182,7 +182,7 @@ def _dim(dim: str, text: str, hints: Mapping[str, int]) -> int | tuple[Part, ...
 
 
 def _cuts(said: str, text: str) -> tuple[tuple[str, ...], str]:
-    """The axes of a part, and the order of the first one's tiles."""
+    """The axes of a part, and the order of the tiles along the first axis."""
     cuts = [cut.partition("~") for cut in said.split("/")[1:]]
     if any(not axis or (mark and (at or order not in ORDERS)) for at, (axis, mark, order) in enumerate(cuts)):
         raise ArtifactError(f"{text!r} is no type: {said!r} is not /AXIS/..., or /AXIS~ORDER/... with an order of {', '.join(ORDERS)}")
@@ -208,7 +208,7 @@ def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:
 
 
 class _StageReader:
-    """One text on its way to a stage."""
+    """Parser of one stage's text."""
 
     def __init__(self, text: str, side_table: SideTable, where: str) -> None:
         self.lines = text.split("\n")
@@ -220,7 +220,7 @@ class _StageReader:
         self.axis_sizes: dict[str, int] | None = None
         self.hints: dict[str, int] = {}
         self.regions: set[int] = set()
-        self.types: dict[str, Record | tuple[Record, ...]] = {}  # by their texts: layers have the same
+        self.types: dict[str, Record | tuple[Record, ...]] = {}  # memoised by text: equal layers have equal types
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
@@ -268,7 +268,7 @@ class _StageReader:
                 self.fail(decorator, f"{text!r} lists no axes: AXIS=SIZE,AXIS=SIZE")
 
     def open_sizes(self, decorator: ast.expr) -> bool:
-        """Whether this is @sizes, and then what it lists."""
+        """Reads the sizes of an @sizes decorator; returns whether the decorator is one."""
         match decorator:
             case ast.Call(func=ast.Name(id="sizes"), args=[argument], keywords=[]) if not self.hints:
                 try:
@@ -291,7 +291,7 @@ class _StageReader:
         return keys
 
     def region_of(self, block: ast.With) -> None:
-        """Lines under `with region(NUMBER):`."""
+        """Reads the lines under `with region(NUMBER):`."""
         match block.items:
             case [ast.withitem(ast.Call(func=ast.Name(id="region"), args=[ast.Constant(value=int() as number)], keywords=[]), None)]:
                 pass
@@ -332,7 +332,7 @@ class _StageReader:
     def define(
         self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Function, tuple[Argument, ...], dict[str, Argument]] | None
     ) -> Node:
-        """A parameter, or the result of `call`: operator, arguments, keywords."""
+        """Adds the node of a parameter, or of `call`: (operator, arguments, keywords)."""
         if name in self.values:
             self.fail(at, f"{name} is assigned twice")
         if name in RESERVED:
@@ -362,7 +362,7 @@ class _StageReader:
         return node
 
     def with_side_row(self, name: str, record: Record, row: SideRow | list[SideRow]) -> Record:
-        """The record with what the side table says of it."""
+        """The record with the source, reason and phase of its side-table row."""
         try:
             if not isinstance(row, dict):
                 raise TypeError
@@ -423,7 +423,7 @@ class _StageReader:
 
 
 def _words(text: str) -> list[str]:
-    """What stands behind a type."""
+    """The words behind a type."""
     words = text.split(", ")
     unknown = next((word for word in words if word not in WORDS), None)
     if unknown is not None:

@@ -11,37 +11,37 @@
             "output:h": h,
         }
 
-A parameter's default is the key under which its value enters the stage; the returned keys are those under which values leave. `@ranks`
-marks a stage that runs on every rank, with the sizes of the axes: shapes in its records are local, those in its types stay global. `@sizes`
-lists dynamic sizes, with their ranges and the integers that stand for them while compiling; `n_NAME` may stand for a number then.
+A parameter's default is the key under which its value enters the stage; values leave under the returned keys. `@ranks` marks a per-rank
+stage, with the sizes of the axes: shapes in its records are local, shapes in its types stay global. `@sizes` lists dynamic sizes, with
+their ranges and the integers used for them while compiling; a number may then be written as the symbol `n_NAME`.
 
-A type is the dtype, a dim at a time the factors with the axes that split them, then what is not the default:
+A type is the dtype, the factors of each dim with the axes that split them, then everything that is not the default:
 
     f32[batch 8/dp/cp, heads 4/tp * head 32]     axes major to minor; `1` is a dim without a factor, `f32[]` a scalar
     f32[batch 8/dp, seq 64/cp~zigzag]            the tiles of the first axis in another order (`meshc/ir/sharding.py`)
     f32[8, 128]                                  a value without a sharding: its plain shape
-    ... partial(sum: tp, max: dp)                waits for these reductions
+    ... partial(sum: tp, max: dp)                not reduced yet over these axes
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
-    ... host                                     lies on the host: `f32[8, 128] host`
-    ... disk                                     lies there in a file: `f32[8, 128] disk`
-    ... used(1)                                  of dim 1 the used positions alone are there (`meshc/ir/used_rows_dims.py`)
+    ... host                                     stored on the host: `f32[8, 128] host`
+    ... disk                                     stored in a file on the host: `f32[8, 128] disk`
+    ... used(1)                                  dim 1 holds only its used positions (`meshc/ir/used_rows_dims.py`)
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
-    f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
+    f32[batch n_batch/dp, seq {n_seq + 1}]       dynamic sizes: a symbol, or an expression of symbols in braces
     int                                          no tensor
     (f32[8], f32[8])                             several results
 
-Behind a type stands what its value's memory is, where that is not its own, fresh memory (`meshc/ir/sharing.py`):
+A type is followed by words for its value's memory, unless the value has fresh memory of its own (`meshc/ir/sharing.py`):
 
-    f32[68]; its parts inside, kept              what a cat joins is made in it, and it is at the same place in each call
-    f32[68]; over its operand                    an all-reduce writes over what it reads
+    f32[68]; its parts inside, kept              operands of a cat are computed in place, at the same address in each call
+    f32[68]; over its operand                    an all-reduce writes over its operand
 
-Lines that one compiled function runs stand under its number, in a program for a backend that has such (`meshc/ir/regions.py`):
+Lines of a compiled region are a block under the region's number, in a program for a compiling backend (`meshc/ir/regions.py`):
 
     with region(0):
         h: "f32[batch 8/dp, ffn 688/tp]" = aten.mm(x, w)
 
-Comments (source, reason, the user's line, the phase, what backward recomputes) come from `side_table` and are not part of a program.
+Comments (source, reason, the user's line, the phase, recomputation) come from `side_table` and are not part of a program.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     **{f"f8{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
 }
 class SourceRow(TypedDict, total=False):
-    """A `Source`, what is not empty."""
+    """A `Source` as data, without empty fields."""
 
     file: str
     line: int
@@ -86,7 +86,7 @@ class SourceRow(TypedDict, total=False):
 
 
 class SideRow(TypedDict, total=False):
-    """What the side table says of one value, what is not usual."""
+    """The side table's row of one value, without default fields."""
 
     source: SourceRow
     reason: str
@@ -95,7 +95,7 @@ class SideRow(TypedDict, total=False):
 
 
 SideTable: TypeAlias = dict[str, SideRow | list[SideRow]]
-"""By value name; a row for each result where they differ."""
+"""Value name -> its row; a list with a row for each result if these differ."""
 
 CONSTANTS: Final[dict[str, torch.dtype | torch.layout | torch.memory_format | float]] = {
     **DTYPES,
@@ -108,20 +108,20 @@ CONSTANTS: Final[dict[str, torch.dtype | torch.layout | torch.memory_format | fl
     "channels_last_3d": torch.channels_last_3d,
 }
 DEVICES: Final = ("cpu", "cuda", "meta")
-"""A device prints as its type; one with a number as `cuda[0]`."""
+"""Device types that a text may name; a device with an index prints as `cuda[0]`."""
 RESERVED: Final = frozenset({*CONSTANTS, *DEVICES, *keyword.kwlist})
-"""Names that no value has in a text. Operators' names are free: they stand only before a parenthesis, where values never do."""
+"""Words that cannot be value names in a text. Operator names can: they occur only before a parenthesis, where values never do."""
 WORD: Final = re.compile(r"[^\s,*/\[\]():;\"'\\]+")
-"""What a factor's or an axis's name consists of."""
+"""The name of a factor or an axis."""
 
 _OF_CONSTANT: Final = {value: name for name, value in CONSTANTS.items() if not isinstance(value, float)}
 _OF_DTYPE: Final = {value: name for name, value in DTYPES.items()}
 
 
 def print_stage(stage: Stage, program: PlainProgram | None = None, *, comments: bool = True) -> str:
-    """The stage's text. Without its program, which knows the sizes of the axes, local shapes are printed as such.
+    """The stage's text. Without its program, which has the sizes of the axes, local shapes are printed explicitly.
 
-    Raises ArtifactError for a graph that has no text: an attribute or a module call, an argument that is no literal.
+    Raises ArtifactError for a graph without a text form: with an attribute, a module call, or an argument that is no literal.
     """
     axis_sizes = None if program is None else sizes(program)
     if axis_sizes is not None and not _is_local(stage.graph, axis_sizes):
@@ -147,7 +147,7 @@ def print_stage(stage: Stage, program: PlainProgram | None = None, *, comments: 
 def _calls(
     graph: Graph, names: Mapping[Node, str], axis_sizes: Mapping[str, int] | None, types: _Types, comments: bool
 ) -> Iterator[str]:
-    """The lines of a stage between its parameters and its results, those of a region under its number."""
+    """The lines of a stage between its parameters and its results, with a block for each region."""
     group: tuple[str, Source] = ("forward", Source())
     for number, nodes in regions.blocks(node for node in graph.nodes if node.op not in ("placeholder", "output")):
         indent = "    " if number is None else "        "
@@ -164,7 +164,7 @@ def _calls(
 
 
 def _open_group(node: Node, group: tuple[str, Source], lines: list[str]) -> tuple[str, Source]:
-    """Comment lines above the first of several nodes that come from one line of the user's model, or that open a phase."""
+    """Appends comment lines above the first node of a line of the user's model, or of a phase; returns the new group."""
     records = ir.records(node) if ir.has_record(node) else ()
     if not records:
         return group
@@ -182,7 +182,7 @@ def hash_stage(stage: Stage, program: PlainProgram | None = None) -> str:
 
 
 def print_program(program: PlainProgram, *, comments: bool = True) -> str:
-    """The whole program: mesh, plan, mode, backend; ports; stages; schedule or pipeline. Of constants there is the hash of their values."""
+    """The program's text: mesh, plan, mode, backend; ports; stages; schedule or pipeline. Constants are shown by a hash of their values."""
     head = {"mesh": str(program.mesh), "plan": str(program.plan), "mode": program.mode, "backend": program.backend}
     blocks = ["\n".join([*(f"{name} = {_long(text)}" for name, text in head.items()), f"microbatches = {program.microbatches}"])]
     for title, ports in (("inputs", program.inputs), ("outputs", program.outputs)):
@@ -203,13 +203,13 @@ def print_program(program: PlainProgram, *, comments: bool = True) -> str:
 
 
 def _in_order(program: PlainProgram) -> list[str]:
-    """Names of the constants as their ports stand; a file that they are read from says them in any order."""
+    """Names of the constants in the order of their ports; a file may hold them in any order."""
     ports = [port.name for port in program.inputs if port.kind == "constant" and port.name in program.constants]
     return [*ports, *sorted(program.constants.keys() - set(ports))]
 
 
 def print_sizes(dynamic: Iterable[Dynamic]) -> str:
-    """Dynamic sizes with their ranges and the integers that stand for them in passes: `batch 2..64 11, seq 2..512 37`."""
+    """Dynamic sizes with their ranges and the integers that passes use for them: `batch 2..64 11, seq 2..512 37`."""
     return ", ".join(f"{size.name} {size.low}..{size.high} {size.hint}" for size in dynamic)
 
 
@@ -254,8 +254,8 @@ def _place(value: Record) -> str:
 
 
 def side_table(stage: Stage) -> SideTable:
-    """What the comments say, by value name: for each value (for each result) its source, reason, phase, and whether backward makes it
-    again, defaults left out."""
+    """The data of a stage's comments, by value name: the source, reason and phase of each value (of each result), and whether backward
+    recomputes it; defaults are left out."""
     names = value_names(stage.graph)
     table: SideTable = {}
     for node in stage.graph.nodes:
@@ -267,7 +267,7 @@ def side_table(stage: Stage) -> SideTable:
 
 
 def value_names(graph: Graph) -> dict[Node, str]:
-    """The nodes' names in a text: their own, or with a number where that is a word of the language."""
+    """The nodes' names in a text: their own, or with a number appended if that is a reserved word."""
     taken = {node.name for node in graph.nodes}
     names: dict[Node, str] = {}
     for node in graph.nodes:
@@ -313,7 +313,7 @@ def print_argument(value: object, names: Mapping[Node, str]) -> str:
 
 
 def _is_local(graph: Graph, axis_sizes: Mapping[str, int]) -> bool:
-    """Whether the shapes in a graph's records are local: more of those that can tell fit the tiles than the whole."""
+    """Whether the shapes in a graph's records are local: of the shapes that differ, more equal the tile's than the whole's."""
     votes = 0
     known: dict[tuple[int, int], int] = {}
     for node in graph.nodes:
@@ -327,7 +327,7 @@ def _is_local(graph: Graph, axis_sizes: Mapping[str, int]) -> bool:
 
 
 def _vote(shape: tuple[int, ...], sharding: Sharding, axis_sizes: Mapping[str, int]) -> int:
-    """1 where a shape is the tile's, -1 where it is the whole's, 0 where it is both or neither."""
+    """1 if a shape is the tile's, -1 if it is the whole's, 0 if it is both or neither."""
     if not sharding.split_axes() <= axis_sizes.keys():
         return 0
     return (shape == local_shape(sharding, axis_sizes)) - (shape == sharding.shape)
@@ -342,7 +342,7 @@ def _implied_shape(value: Record, axis_sizes: Mapping[str, int] | None) -> tuple
 
 
 _Types: TypeAlias = dict[tuple[int, int, torch.dtype | None, str], str]
-"""Of a graph's values: what is said of those that share the objects that say it, as those of layers do that were grown."""
+"""Type texts of a graph's values, memoised by the identity of the objects that describe them: values of equal layers share these."""
 
 
 def _annotation(node: Node, axis_sizes: Mapping[str, int] | None, types: _Types) -> str:
@@ -419,7 +419,7 @@ def _side_row(record: Record) -> SideRow:
 
 
 def _long(text: str) -> str:
-    """A string over several lines, a line of it each, where it has several."""
+    """A string literal; a text of several lines becomes one literal per line."""
     lines = text.splitlines(keepends=True)
     return quote(text) if len(lines) < 2 else "(\n" + "".join(f"    {quote(line)}\n" for line in lines) + ")"
 

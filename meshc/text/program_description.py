@@ -41,7 +41,7 @@ class PortRow(TypedDict, total=False):
 
 
 class ProgramDescription(TypedDict, total=False):
-    """`program.json`. Of one that is read nothing is certain: what is of another kind raises an error that `load` makes its own."""
+    """`program.json`. A description read from a file is unchecked: a field of another kind raises an error that `load` converts."""
 
     mesh: str
     plan: str
@@ -62,7 +62,8 @@ class ProgramDescription(TypedDict, total=False):
 
 
 def describe_program(program: PlainProgram) -> ProgramDescription:
-    """What is said of a program beside its stages' texts and its constants. What JSON cannot hold of `program.info` is left out."""
+    """The description of a program without its stages' texts and its constants. Entries of `program.info` that JSON cannot hold are
+    omitted."""
     return {
         "mesh": str(program.mesh),
         "plan": str(program.plan),
@@ -93,13 +94,13 @@ def texts(program: PlainProgram, *, comments: bool = True) -> dict[str, str]:
 def read_description(
     told: ProgramDescription, text_of: Callable[[str], tuple[str, str]], constants: Callable[[], dict[str, Tensor]], where: str
 ) -> PlainProgram:
-    """The program that was described. Nothing in it is checked yet but its grammar (`meshc.check`).
+    """The program of a description. Only its grammar is checked yet; `meshc.check` does the rest.
 
-    text_of    a stage's text by the stage's name, and what messages call it
-    constants  the constant tensors, asked for once
-    where      what messages call `told`
+    text_of    stage name -> (the stage's text, its name in messages)
+    constants  returns the constant tensors; called once
+    where      name of `told` in messages
 
-    Raises ArtifactError, and of what is not even of the right kind any error that Python has for that.
+    Raises ArtifactError; for a field of the wrong kind, any of Python's own errors.
     """
     stages = {}
     for name in told["stages"]:
@@ -184,7 +185,7 @@ def _ports(rows: Sequence[PortRow], hints: Mapping[str, int]) -> tuple[Port, ...
 
 
 def _port(row: PortRow, hints: Mapping[str, int], types: dict[str, Record]) -> Port:
-    """`types`: those that have been read, by their texts."""
+    """The port of a row. `types`: records of types parsed so far, by text."""
     record = types.get(row["type"]) or parse_one_type(row["type"], hints)
     types[row["type"]] = record
     if row["kind"] not in KINDS or record.dtype is None:

@@ -15,7 +15,7 @@ from meshc.errors import CompileError
 from meshc.ir.mesh import Mesh
 from meshc.passes.lower.prefetch_offloaded import place_host_copies, prefetch_offloaded
 from meshc.text.parse import parse_stage
-from meshc.text.show import print_stage
+from meshc.text.printer import print_stage
 
 TEXT = """def main(
     x: "f32[512, 512]" = "input:x",
