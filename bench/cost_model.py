@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import meshc
 from meshc import ir
 from meshc.cost import device_fit, microbenchmarks, peak_memory
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.program_clock import program_seconds
 from meshc.cost.roofline import seconds
 
@@ -93,7 +93,7 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    device = for_mesh(meshc.Mesh.of(mesh))
+    device = devices_of(meshc.Mesh.of(mesh)).slowest()
     say(f"{device.name}: {device.source}; this process has {torch.get_num_threads()} threads")
     rows = []
     for name, (step, inputs) in (("demo", demo()), ("mlp", workload("mlp")), ("nanogpt", workload("nanogpt"))):

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.program_clock import program_seconds
 from meshc.text.printer import print_program
 
@@ -106,7 +106,7 @@ def built(workload: Workload, contender: Contender) -> Contender:
     contender.program = compiled(workload, contender, mesh)
     program = contender.program.compiled
     contender.predicted_s, contender.holds = (
-        program_seconds(program, for_mesh(meshc.Mesh.of(mesh))).total,
+        program_seconds(program).total,
         peak_memory.peak_rank(program).total,
     )
     return contender
@@ -172,7 +172,7 @@ def drawn(workload: Workload, random_: random.Random, count: int) -> list[Conten
             program = compiled(workload, Contender("x", plan, plan), mesh).compiled
         except meshc.PlanError:
             continue  # not legal for this model
-        found[plan] = Contender(f"x={dist.get_world_size()}", plan, plan, predicted_s=program_seconds(program, for_mesh(mesh)).total)
+        found[plan] = Contender(f"x={dist.get_world_size()}", plan, plan, predicted_s=program_seconds(program).total)
     return list(found.values())
 
 
@@ -214,7 +214,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(text, flush=True)
 
-    device = for_mesh(meshc.Mesh.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))))
+    device = devices_of(meshc.Mesh.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))))
     say(f"{device.name}: {device.source}")
     rows: list[list[object]] = []
     good = True

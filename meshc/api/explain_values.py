@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch.fx import Node
 
 from meshc.cost import roofline
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.cost.liveness import peak_liveness
 from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
@@ -119,7 +119,7 @@ def _is_late(node: Node, user: Node) -> bool:
 
 class _Remembering:
     def __init__(self, lowered: LoweredProgram, graph: LoweredProgram) -> None:
-        self.lowered, self.graph, self.device = lowered, graph, for_mesh(lowered.mesh)
+        self.lowered, self.graph, self.device = lowered, graph, devices_of(lowered.mesh).slowest()
         self.widest = recomputable_of_stage(graph, WIDER[-1])
         self.there = peak_liveness(lowered.as_program()).values
         self.kept = {record_of(node) for node in _all(lowered) if any(_is_late(node, user) for user in node.users)}

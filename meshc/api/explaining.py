@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from meshc.api.explain_values import explain_values, names_values
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
 from meshc.ir.sharding import Sharding
@@ -59,7 +59,7 @@ class _Explaining:
         as_asked = run_pass(
             pipeline.PLACE[0], self.placed.restart_for_request(replace(lowered.request, plan=asked))
         )  # without the lines of what was found
-        self.search = PlanSearch(as_asked, for_mesh(lowered.mesh), axes, (assignment,))
+        self.search = PlanSearch(as_asked, devices_of(lowered.mesh).slowest(), axes, (assignment,))
         self.model = self.search.model
         self.pick = self.search.pick_of(assignment)
         self.alternatives = Alternatives(self.search, self.pick)

@@ -70,7 +70,7 @@ class Planner:
                 return PlanResult(mesh, refused=error.in_context(lambda: self._trying(device)))
             except (CompileError, PlanError, ScheduleError) as error:
                 return PlanResult(mesh, refused=error)
-            weighed = left.weighed or (price_candidate(PlanCandidate("as given", str(left.plan)), program, device)[0],)
+            weighed = left.weighed or (price_candidate(PlanCandidate("as given", str(left.plan)), program)[0],)
             holds, budget = int(weighed[0].holds or 0), options.budget
             if budget is not None and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
@@ -39,7 +39,7 @@ def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, options: Options) -> tuple
     if options.experts.dispatch == "flat":
         return mesh, plan
     given = Mesh.of(mesh)
-    resolved, device = resolve(plan, given), for_mesh(given)
+    resolved, device = resolve(plan, given), devices_of(given).slowest()
     parts = parts_by_node(resolved, given, device.ranks_per_node)
     if parts:
         axes = [one for axis in given.axes for one in parts.get(axis.name, (axis,))]

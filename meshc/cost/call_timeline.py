@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device, Link, for_mesh
+from meshc.cost.devices import Device, Given, RankDevices, devices_of
 from meshc.cost.instruction_clock import InstructionCost, arrival_seconds, early_collectives, play_instructions
-from meshc.cost.links import link_of, send_seconds
+from meshc.cost.links import pair_link, send_seconds
 from meshc.cost.pipeline_costs import costs_of
 from meshc.cost.stage_clock import stage_seconds
 from meshc.ir import spmd
@@ -31,26 +31,26 @@ MODES: Final = {"step": "training step", "autograd": "forward and backward", "fo
 """Printed name of each mode of a program."""
 
 
-def predict_timeline(program: PlainProgram, device: Device | None = None) -> Timeline:
-    """The timeline of one call, by default on the mesh's device. In a pipeline each row is a rank of the pipeline axis."""
-    device = device or for_mesh(program.mesh)
-    pipeline = program.pipeline
+def predict_timeline(program: PlainProgram, given: Given | None = None) -> Timeline:
+    """One call, on `given` devices or else the mesh's. Of a pipeline a row is a rank of its axis: ranks along other axes are alike."""
+    devices, pipeline = devices_of(program.mesh, given), program.pipeline
     if pipeline is None:
-        return Timeline(tuple(_one_after_another(program, device)), 1, f"{MODES[program.mode]}, predicted")
+        return Timeline(tuple(_one_after_another(program, devices.slowest())), 1, f"{MODES[program.mode]}, predicted")
     ranks = range(pipeline.schedule.ranks)
-    first = {name: program.stages[name] for rank in ranks if (name := f"before_{rank}") in program.stages}
-    takes = {name: stage_seconds(stage.graph, program.mesh, device).total for name, stage in first.items()}
-    wire, sizes = link_of(program.mesh, [pipeline.axis], device), peak_memory.value_bytes(program)
-    events = [Event(rank, StageRun(name), 0.0, takes[name]) for rank in ranks if (name := f"before_{rank}") in takes]
-    events += _transfer_events(pipeline.shared, [0.0 for _ in ranks], sizes, wire)
+    on, sizes = [devices.slowest({pipeline.axis: rank}) for rank in ranks], peak_memory.value_bytes(program)
+    events = [
+        Event(rank, StageRun(name), 0.0, stage_seconds(program.stages[name].graph, program.mesh, on[rank]).total)
+        for rank in ranks if (name := f"before_{rank}") in program.stages
+    ]  # fmt: skip
+    events += _transfer_events(pipeline.shared, [0.0 for _ in ranks], sizes, pipeline.axis, devices)
     begin = _finish_times(events, [0.0 for _ in ranks])
-    line = simulate(pipeline.schedule, costs_of(pipeline, program.stages, program.mesh, device), begin)
+    line = simulate(pipeline.schedule, costs_of(pipeline, program.stages, program.mesh, given), begin)
     ends = _finish_times([event for row in line.action_events for event in row], begin)
-    returned = _transfer_events(pipeline.returned, ends, sizes, wire)
+    returned = _transfer_events(pipeline.returned, ends, sizes, pipeline.axis, devices)
     ready = _finish_times(returned, ends)
     if _has_final_exchange(program, pipeline):
         ready = [max(ready) for _ in ranks]
-    late = [event for rank in ranks for event in _final_stage_events(program, rank, ready[rank], line.action_events[rank], device)]
+    late = [event for rank in ranks for event in _final_stage_events(program, rank, ready[rank], line.action_events[rank], on[rank])]
     return Timeline((*events, *line.events, *returned, *late), len(ranks), f"{pipeline.schedule.name or 'own schedule'}, predicted")
 
 
@@ -94,13 +94,15 @@ def _final_stage_events(program: PlainProgram, rank: int, ready: float, actions:
     yield Event(rank, StageRun(stage.name), ready, begin + takes)
 
 
-def _transfer_events(moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, int], wire: Link) -> list[Event]:
-    """Messages sent once a call, one after another between two ranks. `ready`: time at which each rank posts its messages."""
+def _transfer_events(
+    moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, int], axis: str, devices: RankDevices
+) -> list[Event]:
+    """Values that go once a call, one after another between two ranks. `ready`: when each rank posts its own."""
     free: dict[tuple[int, int], float] = {}
     found = []
     for move in moves:
         start = max(ready[move.source], ready[move.target], free.get((move.source, move.target), 0.0))
-        end = free[move.source, move.target] = start + send_seconds(sizes[move.key], wire)
+        end = free[move.source, move.target] = start + send_seconds(sizes[move.key], pair_link(devices, axis, move.source, move.target))
         found.append(Event(move.source, CallTransfer("SEND", move.key, move.source, move.target), start, end))
         found.append(Event(move.target, CallTransfer("RECV", move.key, move.source, move.target), ready[move.target], end))
     return found

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device
 from meshc.cost.program_clock import program_seconds
 from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
 
 
-def price_candidate(candidate: PlanCandidate, program: PlainProgram, device: Device) -> tuple[PlanCandidate, peak_memory.RankBytes]:
-    """The candidate with predicted seconds and bytes of its program, and the memory of the rank that needs most."""
-    took, most = program_seconds(program, device), peak_memory.peak_rank(program)
+def price_candidate(candidate: PlanCandidate, program: PlainProgram) -> tuple[PlanCandidate, peak_memory.RankBytes]:
+    """A candidate with what its program takes, and what the rank holds that needs most."""
+    took, most = program_seconds(program), peak_memory.peak_rank(program)
     exposed = max(0.0, took.total - took.compute - took.idle)
     schedule = "" if program.pipeline is None else program.pipeline.schedule.name or "of your own"
     found = replace(candidate, seconds=took.total, compute=took.compute, exposed=exposed, idle=took.idle, holds=most.total)

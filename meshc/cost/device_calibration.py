@@ -1,4 +1,4 @@
-"""Calibration of the machine at hand (`meshc calibrate`): figures measured, fitted, and stored for `devices.for_mesh`."""
+"""Calibration of the machine at hand (`meshc calibrate`): figures measured, fitted, and stored for `devices.devices_of`."""
 
 from __future__ import annotations
 

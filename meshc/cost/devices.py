@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -176,30 +176,87 @@ def find_device(name: str) -> Device:
     return _pick(name, {**_table(), **calibrated_devices()})
 
 
-def for_mesh(mesh: Mesh) -> Device:
-    """The device of a rank of the mesh; inside `assume_device`, the assumed one.
+@dataclass(frozen=True)
+class RankDevices:
+    """The device of each rank of a mesh. `given`: all ranks' one, or by rank."""
+
+    mesh: Mesh
+    given: Device | Mapping[int, Device]
+
+    def of(self, rank: int) -> Device:
+        """One rank's."""
+        return self.given if isinstance(self.given, Device) else self.given[rank]
+
+    def kinds(self, *at: Mapping[str, int]) -> list[Device]:
+        """Those that differ, of the ranks at any of these coordinates; without any, of all ranks."""
+        if isinstance(self.given, Device):
+            return [self.given]
+        where = {rank: self.mesh.coordinates(rank).items() for rank in self.mesh.ranks}
+        found: list[Device] = []
+        for one in (self.of(rank) for rank in where if not at or any(each.items() <= where[rank] for each in at)):
+            found += [one] if one not in found else []
+        return found
+
+    def slowest(self, *at: Mapping[str, int]) -> Device:
+        """What prices a program that the ranks at these coordinates run together, or a message between them: they wait for each other, so
+        that of every figure the slowest counts. Of ranks that are alike, their device."""
+        first, *others = kinds = self.kinds(*at)
+        return _slowest(kinds) if others else first
+
+    def least_memory(self, *at: Mapping[str, int]) -> float:
+        """Bytes that each of the ranks at these coordinates has."""
+        return min(one.memory_bytes for one in self.kinds(*at))
+
+
+def _slowest(kinds: Sequence[Device]) -> Device:
+    rates = {dtype: min(one.rate(getattr(torch, dtype)) for one in kinds) for dtype in DTYPES}
+    attention = min(one.rate(torch.float32, attention=True) for one in kinds) / rates["float32"]
+    inside, between = (_slowest_link(links) for links in zip(*(one.links for one in kinds), strict=True))
+    hosts = [one.host_link for one in kinds]
+    return replace(
+        min(kinds, key=lambda one: one.there.bytes_per_s),  # whose processor counts
+        name=" and ".join(dict.fromkeys(one.name for one in kinds)), source="; ".join(dict.fromkeys(one.source for one in kinds)),
+        flops_per_s=rates, memory_Bps=min(one.bytes_per_s for one in kinds), efficiency=Efficiency(attention=attention),
+        inside_node=inside, between_nodes=between, disk=_slowest_link([one.disk_link for one in kinds]),
+        host=_slowest_link([link for link in hosts if link is not None]) if None not in hosts else None,
+        **{key: min(getattr(one, key) for one in kinds) for key in ("memory_bytes", "ranks_per_node")},
+        **{key: max(getattr(one, key) for one in kinds) for key in ("launch_s", "collective_s", "attention_keys", *TIMES)},
+    )  # fmt: skip
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    return Link(max(link.latency_s for link in links), min(link.bandwidth_Bps for link in links))
+
+
+def devices_of(mesh: Mesh, given: Given | None = None) -> RankDevices:
+    """The device of each rank of the mesh, as far as it is known here: what is `given`, else what is assumed (`assume_device`), else this
+    machine's for all ranks. Raises PlanError for a name that is not known.
 
     cpu: measured by `meshc calibrate`, or the table's `cpu`. cuda: this machine's GPU, measured or else from the table; `h100` on a machine
     without one, where programs are compiled ahead of time.
     """
-    if (given := _ASSUMED.get()) is not None:
-        return given
+    if given is None:
+        given = _ASSUMED.get()
+    if given is not None:
+        return RankDevices(mesh, find_device(given) if isinstance(given, str) else given)
     known = {**_table(), **calibrated_devices()}
     if mesh.device_type != "cuda":
-        return known["cpu"]
+        return RankDevices(mesh, known["cpu"])
     if not torch.cuda.is_available():
-        return known["h100"]
+        return RankDevices(mesh, known["h100"])
     hardware = torch.cuda.get_device_name()
-    name = name_of(hardware)
-    return known[name] if name in known else replace(known["h100"], source=f"nothing is known of {hardware}: {known['h100'].source}")
+    unknown = f"nothing is known of {hardware}: {known['h100'].source}"
+    return RankDevices(mesh, known.get(name_of(hardware)) or replace(known["h100"], source=unknown))
 
 
-_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
+Given: TypeAlias = str | Device | Mapping[int, Device]
+"""All ranks' device, by its name or itself, or the device of each rank."""
+_ASSUMED: ContextVar[Device | Mapping[int, Device] | None] = ContextVar("assumed", default=None)
 
 
 @contextmanager
-def assume_device(device: Device) -> Iterator[None]:
-    """Context in which ranks of every mesh have this device, to plan for another machine."""
+def assume_device(device: Device | Mapping[int, Device]) -> Iterator[None]:
+    """Within it ranks of every mesh have this device, or each its own: plans are made for machines that are elsewhere."""
     token = _ASSUMED.set(device)
     try:
         yield

@@ -25,7 +25,7 @@ from typing import Final, cast
 import torch
 from torch.fx import Node
 
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import payload, ranks_together, rows_by_link
 from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, spmd
@@ -126,7 +126,7 @@ class _Layer:
 def traffic(program: PlainProgram) -> list[Traffic]:
     """Traffic of each layer whose experts are split, in the program's order."""
     layers: dict[str, _Layer] = {}
-    often, device = runs(program), for_mesh(program.mesh)
+    often, device = runs(program), devices_of(program.mesh).slowest()
     for stage in program.stages.values():
         nodes = list(stage.graph.nodes)
         experts = _experts(nodes)

@@ -26,7 +26,7 @@ from functools import lru_cache
 from torch.fx import Node
 
 from meshc import ir
-from meshc.cost.devices import Device, Link
+from meshc.cost.devices import Device, Link, RankDevices
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.window import received_elements
@@ -97,6 +97,11 @@ def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     if not together:
         return inside
     return Link(between.latency_s, min(inside.bandwidth_Bps, together * between.bandwidth_Bps))
+
+
+def pair_link(devices: RankDevices, axis: str, one: int, other: int) -> Link:
+    """The link between ranks at these two positions along an axis, by the devices of both."""
+    return link_of(devices.mesh, [axis], devices.slowest({axis: one}, {axis: other}))
 
 
 def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:

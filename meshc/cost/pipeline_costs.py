@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshc.cost.devices import Device, for_mesh
-from meshc.cost.links import link_of, send_seconds
+from meshc.cost.devices import Device, Given, devices_of
+from meshc.cost.links import pair_link, send_seconds
 from meshc.cost.peak_memory import output_bytes
 from meshc.cost.stage_clock import stage_seconds
 from meshc.ir import local_bytes, record
@@ -17,26 +17,27 @@ from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
 
 
-def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
-    """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device.
+def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, given: Given | None = None) -> Costs:
+    """Seconds of each half of each stage on a rank, and of the messages between stages; on `given` devices or else the mesh's:
+    of a stage those of its ranks, of a message those of both ends.
 
     Accumulating or joining a half's results over microbatches counts with the half, averaged over microbatches: the first adds nothing.
     """
-    device = device or for_mesh(mesh)
+    devices, rank_of = devices_of(mesh, given), pipeline.schedule.rank_of
     ops = {name: op for op, name in STAGE_NAMES.items()}
     seconds = {}
     for stage in stages.values():
         kind, _, number = stage.name.rpartition("_")
         if kind in ops:
+            device = devices.slowest({pipeline.axis: rank_of(int(number))})
             parts = [(way[0], size) for key, size in output_bytes(stage).items() if (way := whole_of(key)) is not None]
             taken_in_s = sum(accumulation_s(op, size, pipeline.schedule.microbatches, device) for op, size in parts)
             seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + taken_in_s
     sizes = flow_bytes(stages)
-    wire = link_of(mesh, [pipeline.axis], device)
-    sends = {
-        link: (len(keys) - 1) * wire.latency_s + send_seconds(sum(sizes[key] for key in keys), wire)
-        for link, keys in pipeline.messages.items()
-    }
+    sends = {}
+    for link, keys in pipeline.messages.items():
+        wire = pair_link(devices, pipeline.axis, rank_of(link.source), rank_of(link.target))
+        sends[link] = (len(keys) - 1) * wire.latency_s + send_seconds(sum(sizes[key] for key in keys), wire)
     return Costs(seconds, sends)
 
 

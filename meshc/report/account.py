@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Given
 from meshc.cost.pipeline_costs import costs_of, flow_bytes, saved_bytes
 from meshc.ir import calls, records
 from meshc.pipelining.activations import activations_in_flight
@@ -47,11 +47,11 @@ class LinkAccount:
     bytes: int
 
 
-def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[StageAccount]:
-    """Accounts of all stages of a program with a pipeline, in order."""
+def stage_accounts(program: PlainProgram, given: Given | None = None) -> list[StageAccount]:
+    """All stages of a program that has a pipeline, in order."""
     pipeline = _pipeline(program)
     schedule = pipeline.schedule
-    costs = costs_of(pipeline, program.stages, program.mesh, device or for_mesh(program.mesh))
+    costs = costs_of(pipeline, program.stages, program.mesh, given)
     names = _modules(program, schedule.stages)
     kept = saved_bytes(program.stages, schedule.stages)
     found = []

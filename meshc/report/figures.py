@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from meshc.cost import peak_memory
 from meshc.cost.call_timeline import MODES
-from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.program_clock import program_seconds
 from meshc.ir import PHASES
 from meshc.plan.entries import STORES
@@ -57,18 +57,17 @@ class Figures(TypedDict):
 
 def figures(program: PlainProgram, device: str | None = None) -> Figures:
     """The figures of a program; times are those of a device by name, or of the mesh's."""
-    on = for_mesh(program.mesh) if device is None else find_device(device)
     return Figures(
         mode=MODES.get(program.mode, program.mode),
         mesh=str(program.mesh),
         ranks=program.mesh.world_size,
         microbatches=program.microbatches,
-        device=on.name,
+        device=devices_of(program.mesh, device).slowest().name,
         plan=str(program.plan).splitlines(),
         storage=_storage(program),
         collectives=_collectives(program),
         memory_bytes=_memory(program),
-        seconds=_seconds(program, on),
+        seconds=_seconds(program, device),
         notes=list(program.notes),
     )
 
@@ -110,7 +109,7 @@ def _memory(program: PlainProgram) -> dict[str, int]:
     return {**found, "together": most.total, **beside}
 
 
-def _seconds(program: PlainProgram, device: Device) -> dict[str, float]:
+def _seconds(program: PlainProgram, device: str | None) -> dict[str, float]:
     takes = program_seconds(program, device)
     there = {"computing on the host": takes.there} if takes.there else {}
     found = {"computing": takes.compute, **there, **{communicating(axes): one for axes, one in takes.communication.items()}}

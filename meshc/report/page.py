@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshc.cost import peak_memory
 from meshc.cost.call_timeline import MODES, predict_timeline
-from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.liveness import Liveness, peak_liveness
 from meshc.cost.program_clock import program_seconds
 from meshc.ir import PHASES
@@ -135,19 +135,18 @@ class Page:
 
 
 def head(program: PlainProgram, name: str, device: str | None = None, budget: int | None = None) -> Head:
-    """The page's head. `name`: the model's name; `device`: the device whose times are predicted, by default the mesh's; `budget`: bytes
-    that a rank may hold, or None."""
-    on = _device(program, device)
-    return _head(program, name, on, program_seconds(program, on).total, peak_memory.peak_rank(program).total, budget)
+    """`name`: of the model; `device`: whose times, or else the mesh's; `budget`: bytes that a rank may hold, where the user has said so."""
+    on = devices_of(program.mesh, device).slowest()
+    return _head(program, name, on, program_seconds(program, device).total, peak_memory.peak_rank(program).total, budget)
 
 
 def page(
     program: PlainProgram, name: str, device: str | None = None, budget: int | None = None,
     weighed: Sequence[PlanCandidate] | None = None, tried: Sequence[PipelineCandidate] | None = None,
 ) -> Page:  # fmt: skip
-    """The data of the whole page; arguments as for `head`."""
-    on = _device(program, device)
-    takes, found = program_seconds(program, on), peak_liveness(program)
+    """All of it; arguments as `head` has them."""
+    on = devices_of(program.mesh, device).slowest()
+    takes, found = program_seconds(program, device), peak_liveness(program)
     uses, made = collectives(program, on), values(program)
     times = [("computing", takes.compute), *([("computing on the host", takes.there)] if takes.there else [])]
     times += [(communicating(over), one) for over, one in takes.communication.items()]
@@ -166,17 +165,13 @@ def page(
             offload_table.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in offload_table.rows_of(program)]
         ),
         memory=_memory(program, found, budget),
-        stages=_stages(program, on),
-        timeline=draw.svg(predict_timeline(program, on)),
+        stages=_stages(program, device),
+        timeline=draw.svg(predict_timeline(program, device)),
         spans=spans(program, on),
         tree=tree(program),
         values=made[:SHOWN_VALUES],
         further_values=sum(count for _, count in made[SHOWN_VALUES:]),
     )
-
-
-def _device(program: PlainProgram, device: str | None) -> Device:
-    return for_mesh(program.mesh) if device is None else find_device(device)
 
 
 def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: int, budget: int | None) -> Head:
@@ -248,12 +243,12 @@ def _fewer(course: Sequence[tuple[int, str]], peak: int) -> tuple[list[tuple[int
     return [max(part) for part in parts], max((at for at, start in enumerate(starts) if start <= peak), default=0)
 
 
-def _stages(program: PlainProgram, on: Device) -> Grid:
-    """Stages of a pipeline; no rows without a pipeline."""
+def _stages(program: PlainProgram, device: str | None) -> Grid:
+    """Stages of a pipeline; no rows where there is none."""
     headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
     rows = [] if program.pipeline is None else [
         [str(one.stage), str(one.rank), ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
          seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}"]
-        for one in stage_accounts(program, on)
+        for one in stage_accounts(program, device)
     ]  # fmt: skip
     return Grid(headers, rows)

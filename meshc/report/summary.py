@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost import divided_work, peak_memory
 from meshc.cost.call_timeline import MODES, predict_timeline
-from meshc.cost.devices import Device, find_device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.divided_work import collapse_layers
 from meshc.cost.flops import flops
 from meshc.cost.links import collective_seconds, payload
@@ -83,20 +83,17 @@ def collectives(program: PlainProgram, device: Device | None = None) -> list[Col
 
 
 def summary(program: PlainProgram, device: str | None = None, budget: int | None = None) -> str:
-    """The summary of a compiled program as text.
-
-    device  name of the device whose times are predicted; None: the mesh's
-    budget  bytes that a rank may hold; None if the user has set no limit
-    """
-    on = for_mesh(program.mesh) if device is None else find_device(device)
-    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.expert_table(program)]
+    """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
+    bytes that a rank may hold, where the user has said so."""
+    on = devices_of(program.mesh, device).slowest()
+    blocks = [_head(program), _parameters(program), _pipeline(program, device), _collectives(program), experts.expert_table(program)]
     blocks += [
         recurrences.recurrence_table(program),
         attention_report.attention_table(program, on),
         _offload_table(program),
         memory_report.memory_table(program, budget),
     ]
-    blocks += [_time(program, on), _work(program), _padding(program), _notes(program)]
+    blocks += [_time(program, device, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -212,8 +209,8 @@ def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
 # ------------------------------------------------------------------------------------------------------------------------- pipeline
 
 
-def _pipeline(program: PlainProgram, device: Device) -> str:
-    """The pipeline's schedule and stages, and the bytes sent between its ranks."""
+def _pipeline(program: PlainProgram, device: str | None) -> str:
+    """The schedule, its stages, and what goes between its ranks."""
     pipeline = program.pipeline
     if pipeline is None:
         return ""
@@ -284,7 +281,7 @@ def _offload_table(program: PlainProgram) -> str:
 # ----------------------------------------------------------------------------------------------------------------------------- time
 
 
-def _time(program: PlainProgram, device: Device) -> str:
+def _time(program: PlainProgram, device: str | None, on: Device) -> str:
     takes = program_seconds(program, device)
     rows = [("computing", takes.compute), *((communicating(axes), one) for axes, one in takes.communication.items())]
     if takes.there:
@@ -293,7 +290,7 @@ def _time(program: PlainProgram, device: Device) -> str:
         rows.append(("waiting for other stages", takes.idle))
         rows[0] = ("computing, on the rank that does so longest", takes.compute)
     rows.append(("together", takes.total))
-    title = f"predicted time of a call ({device.name}: {device.source})"
+    title = f"predicted time of a call ({on.name}: {on.source})"
     lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
         lines.append(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.ir import Record, record, set_record, value_of
 from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
@@ -254,7 +254,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
 
 def _turns(one: OneOp, mesh: Mesh, chosen: Chosen) -> list[Turns]:
     """In how many parts its steps may be taken in turn, if they are split."""
-    pricing = TurnPricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, for_mesh(mesh))
+    pricing = TurnPricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, devices_of(mesh).slowest())
     return [way for way in pricing.ways(one.instance, chosen) if way is not None]
 
 

@@ -18,7 +18,6 @@ from math import ceil, prod
 from typing import Final, TypeAlias
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import for_mesh
 from meshc.cost.program_clock import program_seconds
 from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
@@ -199,7 +198,7 @@ def _closest_request(left: LoweredProgram) -> Request:
 
 def _seconds(left: LoweredProgram) -> float:
     program = left.as_program()
-    return program_seconds(program, for_mesh(program.mesh)).total
+    return program_seconds(program).total
 
 
 # ------------------------------------------------------------------------------------------------------------------------- the changes

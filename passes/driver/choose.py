@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.frontend.faults import phase as part
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
@@ -83,7 +83,7 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
         report_progress(f"a plan for {', '.join(axes)}")
-        search = PlanSearch(run_pass(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes, allowed=allowed or Allowance())
+        search = PlanSearch(run_pass(pipeline.PLACE[0], placed), devices_of(placed.mesh).slowest(), axes, allowed=allowed or Allowance())
         _refuse_slower(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _CandidateSearch(placed, axes, judge, search, solved_s=time.process_time() - start)

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds
 from meshc.cost.roofline import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
@@ -104,7 +104,7 @@ def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
 
 def recompute_s(left: LoweredProgram) -> float:
     """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
-    device, runs = for_mesh(left.mesh), peak_memory.runs(left.as_program())
+    device, runs = devices_of(left.mesh).slowest(), peak_memory.runs(left.as_program())
     return max(runs[name] * sum(_recompute_seconds(stage, left, device)) for name, stage in left.stages.items())
 
 

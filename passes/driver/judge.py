@@ -20,7 +20,6 @@ from math import inf
 from typing import Final
 
 from meshc.cost.candidate_price import price_candidate
-from meshc.cost.devices import for_mesh
 from meshc.cost.peak_memory import RankBytes
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
@@ -33,7 +32,7 @@ from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.passes.stages.pipeline_memory import DoesNotFit, may_hold
 from meshc.plan.plan_candidate import PlanCandidate
 
 TOO_LARGE: Final = "more than a rank may hold"
@@ -155,11 +154,12 @@ class Judge:
     def _candidate(self, weighed: PlanCandidate, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
         heard = PassHistory()
         lowered = self.lower(placed, heard.hook)
-        weighed, most = price_candidate(weighed, lowered.as_program(), for_mesh(placed.mesh))
+        weighed, most = price_candidate(weighed, lowered.as_program())
         return Candidate(weighed, lowered, heard), most
 
     def _keeps_budget(self, most: RankBytes) -> bool:
-        return self.budget is None or most.total <= self.budget
+        budget = may_hold(self.placed.request, most.rank)
+        return budget is None or most.total <= budget
 
     # -------------------------------------------------------------------------------------------------------------------------- answers
 

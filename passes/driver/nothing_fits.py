@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.peak_memory import RankBytes
 from meshc.errors import PlanError
 from meshc.passes.driver.budget_changes import FittingChanges
@@ -113,7 +113,7 @@ class _ErrorText:
         return self._error([], None, None if trying is None else lambda: self.with_changes(trying()))
 
     def with_changes(self, found: FittingChanges) -> NothingFits:
-        how = f"tried, by {for_mesh(self.placed.mesh).name}'s clock"
+        how = f"tried, by {devices_of(self.placed.mesh).slowest().name}'s clock"
         less = [] if found.closest is None else [f"{found.closest}, which is not enough, and the least of what was tried ({how})"]
         return self._error([*(f"{one} ({how})" for one in found.fits[:CHANGES]), *less], found, None)
 

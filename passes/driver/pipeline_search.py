@@ -25,7 +25,7 @@ from functools import partial
 from math import inf, prod
 from typing import Final, TypeAlias, TypeVar
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.pipeline_costs import costs_of
 from meshc.cost.roofline import price
 from meshc.frontend.faults import phase as part
@@ -43,7 +43,7 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.cut_stages import UncutProgram
-from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
+from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, append_need, budgets_of, least_need, memory_need
 from meshc.passes.stages.pipeline_shape import PipelineShape, PipelineShapes
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.pipelining.schedule import parse
@@ -74,7 +74,7 @@ def settle_microbatches(request: Request) -> Request:
 
 def has_choice(request: Request) -> bool:
     """Whether there is anything to search: the number of microbatches, or what fits."""
-    return request.mesh.pipeline_axis is not None and (request.microbatches is None or budget_of(request) is not None)
+    return request.mesh.pipeline_axis is not None and (request.microbatches is None or budgets_of(request) is not None)
 
 
 def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
@@ -85,7 +85,7 @@ def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """
     start = time.process_time()
     request = placed.request
-    found = PipelineSearch(placed, budget_of(request), inf if request.beaten_s is None else request.beaten_s)
+    found = PipelineSearch(placed, budgets_of(request), inf if request.beaten_s is None else request.beaten_s)
     with part("searching for the stages"):
         answers = found.search_counts(_counts(placed))
     fitting = [answer for answer in answers.values() if isinstance(answer, FittingCandidate)]
@@ -140,7 +140,7 @@ def _batches(placed: PlacedModel) -> set[int]:
 def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
     """The number to be lowered first, of several: the one that would be fastest if the model fell into equal stages without messages, each
     rank did its share of the arithmetic, and operators took their launch however little they did."""
-    axis, device = placed.mesh.pipeline_axis, for_mesh(placed.mesh)
+    axis, device = placed.mesh.pipeline_axis, devices_of(placed.mesh).slowest()
     assert axis is not None
     prices = [price(node, device) for node in calls(placed.graph) if records(node)[0].phase != "update"]
     launched_s = sum(one.launch_s for one in prices)
@@ -201,7 +201,7 @@ def refused_candidates(shapes: PipelineShapes, count: int, once: bool) -> list[P
 @dataclass
 class PipelineSearch:
     """
-    budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
+    budgets  bytes that each rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
     beaten_s  seconds of a plan elsewhere: what is estimated to be slower is not cut
     tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
     _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
@@ -209,7 +209,7 @@ class PipelineSearch:
     """
 
     placed: PlacedModel
-    budget: int | None
+    budgets: tuple[int, ...] | None
     beaten_s: float = inf
     tried: list[PipelineCandidate] = field(default_factory=list)
     needs: list[MemoryNeed] = field(default_factory=list)
@@ -284,11 +284,11 @@ class PipelineSearch:
 
         def candidates() -> Iterator[tuple[PipelineShape, float]]:
             yield from uncut.shapes.can
-            if best is not None or self.budget is None or uncut.lowered.request.options.pipeline.splits:
+            if best is not None or self.budgets is None or uncut.lowered.request.options.pipeline.splits:
                 return
             seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
             for shape, need in large:  # which grows by those that hold more than they were estimated to
-                for within in uncut.shapes_within_budget(shape, need.most.total, self.budget) if len(seen) < most else ():
+                for within in uncut.shapes_within_budget(shape, need.most.total, self.budgets[need.most.rank]) if len(seen) < most else ():
                     if (within.name, within.cuts) not in seen:
                         seen.add((within.name, within.cuts))
                         yield within, within.seconds(uncut.work)
@@ -310,8 +310,8 @@ class PipelineSearch:
         self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: FittingCandidate | None
     ) -> FittingCandidate | None:
         """The fastest of what holds too much, and what holds least of it, with values recomputed, unless it is slower in any case."""
-        assert self._step is not None and self.budget is not None
-        recomputing = StageRecomputation(self._step, uncut, self.last, self.budget, self._cut_candidate)
+        assert self._step is not None and self.budgets is not None
+        recomputing = StageRecomputation(self._step, uncut, self.last, min(self.budgets), self._cut_candidate)
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
         smallest = min(timed, key=lambda one: one[2].most.total)
         for seconds, shape, need in [one for one in timed if one is not smallest][: RECOMPUTED - 1] + [smallest]:
@@ -331,10 +331,10 @@ class PipelineSearch:
         lowered = attempt(partial(run_pass, stages, uncut.lowered, heard.hook))
         if isinstance(lowered, Refusal):
             return self._note(replace(tried, dropped=str(lowered)), lowered)
-        need = None if self.budget is None else memory_need(lowered)
-        if need is not None and self.budget is not None and need.most.total > self.budget:
+        need = None if self.budgets is None else memory_need(lowered, self.budgets)
+        if need is not None and self.budgets is not None and need.most.total > (budget := self.budgets[need.most.rank]):
             self.needs = append_need(self.needs, need)
-            return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {self.budget:,} bytes"), need)
+            return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {budget:,} bytes"), need)
         seconds = predicted_s(lowered)
         tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)
         return self._note(tried, FittingCandidate(lowered, tried, seconds, heard))

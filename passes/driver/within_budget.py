@@ -19,7 +19,6 @@ from functools import cached_property, partial
 from typing import Final
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import for_mesh
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import MeshcError, PlanError
 from meshc.passes import pipeline
@@ -74,7 +73,7 @@ class _MeasuredProgram:
     def seconds(self) -> float:
         """Of a call, by the clock of the mesh's device."""
         program = self.left.as_program()
-        return program_seconds(program, for_mesh(program.mesh)).total
+        return program_seconds(program).total
 
 
 def lower_within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) -> LoweredProgram:

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.links import across_and_inside, collective_seconds
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, local_bytes, record, spmd
@@ -149,7 +149,7 @@ def _cheapest_exchange(
 ) -> Node | None:
     """Emits the fastest exchange of `rows`, with the weights `beside` them, in place of the collective `whole` over all rows; None if
     `whole` is predicted to be faster."""
-    device, asked = for_mesh(lowered.mesh), lowered.request.options.experts.dispatch
+    device, asked = devices_of(lowered.mesh).slowest(), lowered.request.options.experts.dispatch
     parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
     gathers = whole.target is spmd.all_gather
     both, brought = rows, made
@@ -208,7 +208,7 @@ def _flat(graph: Graph, x: Node, shape: Sequence[int], like: Record) -> Node:
 
 def _seconds(lowered: LoweredProgram, rows: Node) -> float:
     """Seconds of an exchange of rows: the collective, and the memory traffic of picking rows out and putting them in place."""
-    device = for_mesh(lowered.mesh)
+    device = devices_of(lowered.mesh).slowest()
     share = rows.args[4]
     assert isinstance(share, float)
     picked = 4 * share * local_bytes(record(rows if rows.target is spmd.gather_rows else rows.all_input_nodes[0])) / device.bytes_per_s

@@ -18,7 +18,7 @@ from math import prod
 
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds, payload
 from meshc.cost.roofline import seconds
 from meshc.ir import spmd
@@ -42,7 +42,7 @@ class Shares:
 
 def divide_updates(lowered: LoweredProgram) -> LoweredProgram:
     """Divides each stage's updates in place, and adds a note on the savings."""
-    device = for_mesh(lowered.mesh)
+    device = devices_of(lowered.mesh).slowest()
     if not _axes(lowered.mesh):
         return lowered
     found = [divide(stage.graph, lowered.mesh, device) for stage in lowered.stages.values()]

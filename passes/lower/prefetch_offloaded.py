@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import host_copy_seconds
 from meshc.cost.roofline import seconds
 from meshc.errors import CompileError
@@ -32,7 +32,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 
 def prefetch_offloaded(lowered: LoweredProgram) -> LoweredProgram:
     """Reorders each stage; values do not change. A note reports the copies that computation on the mesh's device does not hide."""
-    device = for_mesh(lowered.mesh)
+    device = devices_of(lowered.mesh).slowest()
     for stage in lowered.stages.values():
         place_host_copies(stage.graph, device)
     _refuse_to_send(lowered)

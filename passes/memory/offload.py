@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
 from meshc.ir.graph import ancestors_of, computable_from, copy_graph
 from meshc.ir.keys import is_a
@@ -43,7 +43,7 @@ def offload(lowered: LoweredProgram) -> LoweredProgram:
     home = roots_of(forward)
     wanted = {home[operand] for node in backward for operand in node.all_input_nodes if operand in home}
     chosen = {node: why for node, why in _values_with_lines(forward, home, said) if node in wanted and node not in learned}
-    late = read_too_soon(graph, chosen, home, for_mesh(lowered.mesh))
+    late = read_too_soon(graph, chosen, home, devices_of(lowered.mesh).slowest())
     offload_values(graph, {node: why for node, why in chosen.items() if node not in late}, home, backward)
     if late:
         size = sum(local_bytes(record(node)) for node in late)

@@ -16,7 +16,7 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.roofline import seconds
 from meshc.ir import calls_of, has_record, is_getitem, is_integer, records, value_of
 from meshc.passes.memory.kept_values import least_kept
@@ -116,7 +116,7 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
     can = recomputable_of_stage(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:
         return lowered
-    device = for_mesh(lowered.mesh)
+    device = devices_of(lowered.mesh).slowest()
     each_s = {node: seconds(node, device) for node in (*can.forward, *can.backward)}
     held, step_s = held_bytes(lowered), sum(each_s.values())
     byte_s = WORTH * step_s / held

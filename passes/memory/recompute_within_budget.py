@@ -19,7 +19,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds
 from meshc.cost.roofline import seconds
 from meshc.ir import calls_of, local_bytes, record, spmd
@@ -79,7 +79,7 @@ class _Choice:
     """Of what is kept, recomputed or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
 
     def __init__(self, lowered: LoweredProgram, can: Recomputable, fixed: Collection[Node]) -> None:
-        device, (stage,) = for_mesh(lowered.mesh), lowered.stages.values()
+        device, (stage,) = devices_of(lowered.mesh).slowest(), lowered.stages.values()
         self.takes = recompute_seconds(can, lowered, device)
         self.trade, room = Trade(can, self.takes), host_budget_of(lowered.request)
         self.elsewhere: HostTrade | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.passes.memory.policies import BY_BUDGET
 from meshc.passes.memory.recomputable import recomputable_of_stage
 from meshc.passes.memory.recompute_within_budget import recompute_note, recompute_seconds, with_copies
@@ -46,7 +46,7 @@ class StageTrades:
         between = {node for node in self._at if any(self._is_handed_between_stages(node, user) for user in node.users)}
         self._can = recomputable_of_stage(lowered, BY_BUDGET, fixed={*fixed, *between})
         self._readers = {rank: [node for node in self._can.backward if self._is_on_rank(rank, node)] for rank in sorted(set(places.ranks))}
-        takes = recompute_seconds(self._can, lowered, for_mesh(lowered.mesh))
+        takes = recompute_seconds(self._can, lowered, devices_of(lowered.mesh).slowest())
         self._trades = {rank: self._trade(rank, takes) for rank in self._readers}
 
     def _is_on_rank(self, rank: int, node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition.partition import partition
@@ -33,7 +33,7 @@ def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
         if port.kind in ("parameter", "state") and port.sharding is not None:
             stored += prod(local_shape(port.sharding, phase.sizes)) * port.dtype.itemsize
             whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
-    budget = phase.request.options.budget or for_mesh(phase.mesh).memory_bytes
+    budget = phase.request.options.budget or devices_of(phase.mesh).least_memory()
     return (stored + whole) / axis.size <= SHARE * budget
 
 

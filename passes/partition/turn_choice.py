@@ -17,7 +17,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.cost import roofline as roofline
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds
 from meshc.ir import is_getitem, leaves, op_name, records, spmd
 from meshc.ir.mesh import Mesh
@@ -102,7 +102,7 @@ class TurnPricing:
 def choose_turns(placed: PlacedModel) -> PlacedModel:
     """Decides the turns of each operator whose steps are split over ranks."""
     decided = placed.require_assignment()
-    pricing = TurnPricing(placed.factors, placed.mesh, placed.sizes, for_mesh(placed.mesh))
+    pricing = TurnPricing(placed.factors, placed.mesh, placed.sizes, devices_of(placed.mesh).slowest())
     known: dict[object, tuple[Turns | None, float]] = {}
     found: dict[Node, tuple[Turns | None, float]] = {}
     for node, axes in decided.chosen.items():

@@ -21,7 +21,7 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import fastest, hop_of, link_of, send_seconds
 from meshc.ir import records
 from meshc.ir.mesh import Mesh
@@ -100,7 +100,7 @@ class Rings:
             return {}
         (axis,) = free[0]
         split: dict[Token, tuple[str, ...]] = {(passing.letter, 0): (axis,)}
-        device, ranks = for_mesh(self.mesh), self.sizes[axis]
+        device, ranks = devices_of(self.mesh).slowest(), self.sizes[axis]
         link = link_of(self.mesh, (axis,), device)
         found = _RingFigures.of(instance, self.factors, self.sizes, passing, {**chosen, **split}, device, ranks)
 
@@ -121,7 +121,7 @@ class Rings:
     def _seconds(self, instance: Instance, passing: RingLetter, split: Tokens, axis: str) -> dict[str, float]:
         """Seconds of each way, forward and backward together; infinite for one that is not possible."""
         keys = passing.operands
-        device, ranks = for_mesh(self.mesh), self.sizes[axis]
+        device, ranks = devices_of(self.mesh).slowest(), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
         found = _RingFigures.of(instance, self.factors, self.sizes, passing, split, device, ranks)
 

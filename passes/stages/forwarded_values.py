@@ -14,7 +14,7 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import devices_of
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.roofline import seconds
 from meshc.ir import is_tensor, local_bytes, record
@@ -51,7 +51,7 @@ class ForwardingCost:
     """
 
     def __init__(self, found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> None:
-        device, axis = for_mesh(mesh), mesh.pipeline_axis
+        device, axis = devices_of(mesh).slowest(), mesh.pipeline_axis
         assert axis is not None
         self.ranks, self.posting_s = ranks, 2 * device.collective_s
         self.wire = link_of(mesh, [axis.name], device)

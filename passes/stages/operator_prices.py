@@ -19,7 +19,7 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost.devices import Device, for_mesh
+from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.pipeline_costs import accumulation_s
 from meshc.cost.roofline import Price, price
@@ -62,7 +62,7 @@ class Prices:
 
     def __init__(self, each: Stage, lowered: LoweredProgram, found: Kinds, at: Mapping[Node, int]) -> None:
         self.each, self.found, self.at, self.mesh = each, found, at, lowered.mesh
-        self.device: Device = for_mesh(lowered.mesh)
+        self.device: Device = devices_of(lowered.mesh).slowest()
         self.grown = MicrobatchRows(each, lowered.sizes)
         ends = [node for node in found.backward if not any(user.op != "output" for user in node.users)]
         split = split_backward(found, assign_halves(found, (), at), ends, (0,))

@@ -12,7 +12,7 @@ from meshc import environment
 from meshc.cost import device_calibration, device_fit, microbenchmarks
 from meshc.cost.device_calibration import BETWEEN, INSIDE
 from meshc.cost.device_fit import Product, Sample
-from meshc.cost.devices import DTYPES, Link, device, for_mesh, read_devices, write_devices
+from meshc.cost.devices import DTYPES, Link, device, devices_of, read_devices, write_devices
 from meshc.cost.links import fastest
 from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
@@ -117,7 +117,7 @@ def test_a_calibration_is_kept_beside_others_and_found(tmp_path: Path, monkeypat
     assert "ranks are apart after 10 ms" in table and "1.00 ms" in table
     assert "link inside a node, 2 ranks  40.0 us, 1.50 GB/s" in table and f"link {BETWEEN}" in table and "not measured" in table
     monkeypatch.setenv(environment.DEVICES, str(path))
-    assert for_mesh(Mesh("dp=2")) == one
+    assert devices_of(Mesh("dp=2")).slowest() == one
     again = device_calibration.calibrate(torch.device("cpu"), None, path)  # without a process group the links stay as they were measured
     assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2
     assert (again.device.contention, again.device.uneven) == (1.25, 0.01)

@@ -11,7 +11,7 @@ import torch
 
 from meshc import environment
 from meshc.cost import devices
-from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read_devices, write_devices
+from meshc.cost.devices import DTYPES, TABLE, Link, device, devices_of, name_of, read_devices, write_devices
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.mesh import Mesh
 
@@ -102,24 +102,24 @@ def test_names_of_hardware(hardware: str, name: str) -> None:
 
 def test_a_mesh_has_the_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert for_mesh(Mesh("dp=2")).name == "cpu" and for_mesh(Mesh("dp=2 on cuda")).name == "h100"
+    assert devices_of(Mesh("dp=2")).slowest().name == "cpu" and devices_of(Mesh("dp=2 on cuda")).slowest().name == "h100"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for hardware, name, said in (("NVIDIA H200", "h200", "data sheets of H200"), ("NVIDIA L4", "h100", "nothing is known of NVIDIA L4")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda hardware=hardware: hardware)
-        found = for_mesh(Mesh("dp=2 on cuda"))
+        found = devices_of(Mesh("dp=2 on cuda")).slowest()
         assert found.name == name and found.source.startswith(said)
 
 
 def test_what_was_measured_is_read_again_and_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "inner" / "devices.toml"
     monkeypatch.setenv(environment.DEVICES, str(path))
-    assert devices.calibrated_devices() == {} and for_mesh(Mesh("dp=2")) == device("cpu")
+    assert devices.calibrated_devices() == {} and devices_of(Mesh("dp=2")).slowest() == device("cpu")
     measured = replace(device("cpu"), contention=1.25, uneven=0.01, product_moves=4.5)
     measured = replace(
         measured, memory_Bps=12.5e9, inside_node=Link(4.25e-5, 1.75e9), source='measured on a "machine" with a \\ in its name'
     )
     write_devices([measured], path)
-    assert read_devices(path) == {"cpu": measured} and for_mesh(Mesh("dp=2")) == measured
+    assert read_devices(path) == {"cpu": measured} and devices_of(Mesh("dp=2")).slowest() == measured
     assert device("cpu").memory_Bps == 10e9  # a name alone asks the table
 
 

@@ -13,7 +13,6 @@ from torch.fx import Node
 import meshc
 from meshc import artifact
 from meshc.cost import call_timeline, peak_memory
-from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
@@ -235,7 +234,7 @@ def test_a_program_without_a_pipeline_has_one_row(tmp_path: Path) -> None:
     program = step(nanogpt(), "dp=2")
     line = program.timeline(tmp_path / "t.json")
     assert [str(event.instruction) for event in line.events] == ["RUN:before.0", "RUN:each.0", "RUN:each.1", "RUN:after.0"]
-    assert line.call_s == pytest.approx(program_seconds(program.compiled, for_mesh(program.mesh)).total)
+    assert line.call_s == pytest.approx(program_seconds(program.compiled).total)
     slices = [event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert slices == [str(event.instruction) for event in line.events]
     assert "after on rank 0" in draw.svg(line)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.cost.devices import device
+from meshc.cost.devices import RankDevices, device
 from meshc.cost.pipeline_costs import costs_of
 from meshc.ir import spmd
 from meshc.passes.stages import pipeline_memory
@@ -318,7 +318,7 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
 @pytest.mark.broad
 def test_a_gpus_memory_counts_where_the_schedule_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is kept from trying what he names himself."""
-    monkeypatch.setattr(pipeline_memory, "for_mesh", lambda mesh: replace(device("h100"), memory_bytes=4_000))
+    monkeypatch.setattr(pipeline_memory, "devices_of", lambda mesh: RankDevices(mesh, replace(device("h100"), memory_bytes=4_000)))
     with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but \w+ with microbatches=2 holds 5,"):
         compiled(device="cuda")
     with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but gpipe with microbatches=4 holds 6,"):

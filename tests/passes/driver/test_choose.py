@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Link, device, for_mesh
+from meshc.cost.devices import Link, device
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
@@ -60,7 +60,7 @@ def test_what_is_taken_is_no_slower_than_any_recipe_by_the_clock() -> None:
     assert table[0].seconds is not None
     for name, entries in combinations(["dp", "tp"]):
         program = captured.program("dp=2,tp=2", Plan.of(entries), **ask)
-        assert program_seconds(program, for_mesh(program.mesh)).total >= table[0].seconds, name
+        assert program_seconds(program).total >= table[0].seconds, name
 
 
 def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
@@ -85,7 +85,7 @@ def test_a_recipe_that_does_what_was_found_does_is_not_recomputed(monkeypatch: p
     (same,) = [one for one in others if one.dropped == choose.SAME]
     program = captured.program("dp=4", Plan(same.plan), **ask)
     assert (taken.name, same.name, same.seconds) == (choose.FOUND, "ddp", None)
-    assert program_seconds(program, for_mesh(program.mesh)).total == taken.seconds
+    assert program_seconds(program).total == taken.seconds
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -115,7 +115,7 @@ def test_what_fits_with_its_head_in_chunks_is_weighed(share: float) -> None:
     for name, entries in combinations(["dp"]):
         program = captured.program("dp=2", Plan.of(entries), **ask, memory_budget=budget)
         assert any("head and loss run in" in note for note in program.notes)
-        assert program_seconds(program, for_mesh(program.mesh)).total >= taken.weighed[0].seconds, name
+        assert program_seconds(program).total >= taken.weighed[0].seconds, name
 
 
 def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.cost.devices import for_mesh
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.passes.driver import within_budget
@@ -51,7 +50,7 @@ def held(program: meshc.Program) -> int:
 
 
 def seconds(program: meshc.Program) -> float:
-    return program_seconds(program.compiled, for_mesh(program.compiled.mesh)).total
+    return program_seconds(program.compiled).total
 
 
 def chunks(program: meshc.Program) -> int:

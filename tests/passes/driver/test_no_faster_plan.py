@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from meshc.cost.devices import for_mesh
 from meshc.cost.program_clock import program_seconds
 from meshc.passes.driver.no_faster_plan import BY_ESTIMATE, BY_MODEL, BY_STAGES, MARGIN, NoFasterPlan
 from meshc.text.printer import print_program
@@ -17,7 +16,7 @@ def test_a_mesh_whose_bound_is_above_what_is_known_is_not_searched() -> None:
     captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
     ask = adam(captured)
     free = captured.program("dp=2,tp=2", "auto", **ask)
-    took_s = program_seconds(free, for_mesh(free.mesh)).total
+    took_s = program_seconds(free).total
     with pytest.raises(NoFasterPlan) as caught:
         captured.program("dp=2,tp=2", "auto", **ask, beaten_s=1e-9)
     assert caught.value.by == BY_MODEL and 1e-9 < caught.value.least_s <= took_s * (1 + MARGIN)

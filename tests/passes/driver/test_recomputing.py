@@ -11,7 +11,6 @@ from torch import nn
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.cost.devices import for_mesh
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from tests.broad import broad
@@ -31,7 +30,7 @@ def step_of(case: Case, mesh: str, plan: str, budget: int | None, remat: str | N
 
 
 def seconds_of(program: meshc.Program) -> float:
-    return float(program_seconds(program.compiled, for_mesh(program.compiled.mesh)).total)
+    return float(program_seconds(program.compiled).total)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.cost.devices import Link, assume_device, device, for_mesh
+from meshc.cost.devices import Link, assume_device, device
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.ir import calls, local_bytes, record, spmd
@@ -106,7 +106,7 @@ FAST = replace(device("h100"), host=Link(1e-6, 2e12))
 
 
 def seconds(program: meshc.Program) -> float:
-    return program_seconds(program.compiled, for_mesh(program.compiled.mesh)).total
+    return program_seconds(program.compiled).total
 
 
 def budget() -> int:
