@@ -32,7 +32,7 @@ from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.options import Options, refuse_others, refuse_with
+from meshc.options import Options, Training, refuse_others, refuse_with
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
@@ -218,10 +218,7 @@ class CompileArguments:
         found.what = found.called = model
         found.step, found._forms = None, Forms()
         found.traced = TracedFunction(model, call_keys.call_module, model.forward)
-        found.options = replace(
-            self.options, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None, optimizer_state=None,
-            master_weights=False,
-        )  # fmt: skip
+        found.options = self.options.having(schedule=None, training=Training(), expert_bias_update=None)
         return found._for_other_inputs()
 
     @property
@@ -361,7 +358,8 @@ class CompileArguments:
         step = self.step
         grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
-        fixed, offloaded = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.offloaded)
+        fixed = {held.name: held.sharding for held in stored}
+        offloaded = frozenset(held.name for held in stored if held.storage != "device")
         hooks = {} if step is None else hooks_in(self.module)
         ask: dict[str, Any] = dict(
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,

@@ -172,7 +172,7 @@ def _axes(program: PlainProgram, where: str) -> Iterator[str]:
 def _local(port: Port, sizes: Mapping[str, int]) -> Record:
     """A port's value on a rank."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
-    return Record(shape, port.dtype, port.sharding, host=port.host, disk=port.disk)
+    return Record(shape, port.dtype, port.sharding, storage=port.storage)
 
 
 def _check_order(port: Port) -> None:
@@ -229,7 +229,7 @@ def _padding_fault(program: PlainProgram, record: Record, key: str, made: Sequen
 
 
 def _is_same_type(one: Record, other: Record) -> bool:
-    places = [(each.host, each.disk, each.used) for each in (one, other)]
+    places = [(each.storage, each.used) for each in (one, other)]
     same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and places[0] == places[1]
     return same and _is_same_sharding(one.sharding, other.sharding)
 

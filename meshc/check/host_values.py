@@ -33,9 +33,9 @@ def faults(stage: Stage) -> Iterator[tuple[str, str]]:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): it reads {gone}, and {over[gone]} above has copied over it"
         if spmd.is_host_copy(node.target):
             over |= dict.fromkeys(node.all_input_nodes[1:], node)
-        if node.op == "placeholder" and ir.record(node).disk and not is_a(keys[node], "state"):
+        if node.op == "placeholder" and ir.record(node).storage == "disk" and not is_a(keys[node], "state"):
             yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the disk; state can"
-        elif node.op == "placeholder" and ir.record(node).host and not is_a(keys[node], *MAY):
+        elif node.op == "placeholder" and ir.record(node).storage != "device" and not is_a(keys[node], *MAY):
             yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the host; {', '.join(MAY)} can"
         if node.op == "call_function" and (why := _why_not(node)):
             yield node.name, f"{node.name} = {spelling(node.target)}(...): {why}"
@@ -52,7 +52,7 @@ def _why_not(node: Node) -> str:
         return f"{read[1]} is no place to copy to: that is what enters the stage as state or a parameter"
     if _is_on_host(node) != out:
         return f"what it makes lies on the {'host, which its type does not say' if out else 'device, and its type says the host'}"
-    if (disk := ir.record(node).disk) != (out and len(read) > 1 and ir.record(read[1]).disk):
+    if (disk := _is_on_disk(node)) != (out and len(read) > 1 and _is_on_disk(read[1])):
         return f"what it makes lies {'in memory, and its type says the disk' if disk else 'on the disk, which its type does not say'}"
     for operand, host in zip(read, (not out, out), strict=False):
         if _is_on_host(operand) != host:
@@ -62,20 +62,20 @@ def _why_not(node: Node) -> str:
 
 def _why_not_one_side(node: Node) -> str:
     """Of an operator."""
-    if any(one.disk for one in ir.records(node)) or any(map(_is_on_disk, node.all_input_nodes)):
+    if any(map(_is_on_disk, (node, *node.all_input_nodes))):
         return "it reads what lies on the disk, or makes it: from_host and to_host alone do"
     read = [one for one in node.all_input_nodes if ir.has_record(one) and any(each.dtype is not None for each in ir.records(one))]
     there = [one for one in read if _is_on_host(one)]
     if there and (len(there) < len(read) or spmd.is_function(node.target)):
         return f"it reads {there[0]}, which lies on the host: from_host copies it to the device"
-    if any(one.dtype is not None and one.host != bool(there) for one in ir.records(node)):
+    if any(one.dtype is not None and (one.storage != "device") != bool(there) for one in ir.records(node)):
         return f"its type says that it lies on the {'device, and it runs on the host' if there else 'host, and it runs on the device'}"
     return ""
 
 
 def _is_on_disk(node: Node) -> bool:
-    return any(one.disk for one in ir.records(node)) if ir.has_record(node) else False
+    return any(one.storage == "disk" for one in ir.records(node)) if ir.has_record(node) else False
 
 
 def _is_on_host(node: Node) -> bool:
-    return any(one.host for one in ir.records(node)) if ir.has_record(node) else False
+    return any(one.storage != "device" for one in ir.records(node)) if ir.has_record(node) else False

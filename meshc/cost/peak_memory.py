@@ -134,15 +134,14 @@ def output_bytes(stage: Stage, host: bool | None = None, cpu: bool = False) -> d
 
 
 def _bytes_in_pool(made_by: Node, one: ir.Record, host: bool | None, cpu: bool) -> int:
-    """Bytes of a record in the pool that `host` selects. If the device is the host (`cpu`), only copies count as the host's: results
-    of operators that run there belong to the device's pool."""
-    there = one.host and not (cpu and ir.runs_on_host(made_by))
+    """Of a rank whose device is the host, that is a pool of copies alone: what operators make there has the device's memory."""
+    there = one.storage != "device" and not (cpu and ir.runs_on_host(made_by))
     return ir.local_bytes(one) if host is None or there == host else 0
 
 
 def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, int]:
-    """Bytes on a rank of each program input and each stage output, by key; `host` as in `output_bytes`."""
-    found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.host) else 0 for port in program.inputs}
+    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key; `host` as of `output_bytes`."""
+    found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.storage != "device") else 0 for port in program.inputs}
     for stage in program.stages.values():
         for key, size in output_bytes(stage, host, _is_host_device(program)).items():
             op, whole = whole_of(key) or ("", key)
@@ -165,7 +164,7 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
         kept: Counter[str] = Counter()
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
-                there = DISK if port.disk else HOST if port.host else None
+                there = None if port.storage == "device" else port.storage
                 kept[there or port.kind] += port_bytes(port, program.axis_sizes)
                 if copied := copy_bytes(port, program.mesh):
                     kept[there or COPY] += copied

@@ -54,7 +54,7 @@ def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
     for stage in stages.values():
         for key, node in stage.results().items():
             if is_a(key, "flow"):
-                found[key] = 0 if record(node).host else local_bytes(record(node))
+                found[key] = 0 if record(node).storage != "device" else local_bytes(record(node))
     return found
 
 

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
+from meshc.ir.storage_moves import OPERATORS, Storage
 
 KEY = "meshc"
 PHASES = ("forward", "backward", "update")
@@ -50,7 +51,7 @@ class Record:
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
-    the global view. `host`: the value is stored on the host, where `from_host` and host operators alone read it; `disk`: in a file there.
+    the global view. `storage`: where the value is stored; on the host, `from_host` and host operators alone read it (`storage_moves.py`).
     `chunk` is the number of the chunk of tokens for which the head and loss compute the value. `again`: a recomputation, in backward, of a
     value of forward. `used`: the dim whose number of positions is data (`used_rows_dims.py`); `shape` has their bound.
     """
@@ -63,10 +64,9 @@ class Record:
     phase: str = "forward"
     of: str = ""
     returned_by: tuple[str, ...] = ()
-    host: bool = False
+    storage: Storage = "device"
     chunk: int | None = None
     again: bool = False
-    disk: bool = False
     used: int | None = None
 
 
@@ -180,6 +180,6 @@ def _op_name(target: torch._ops.OpOverload) -> str:
 
 def runs_on_host(node: Node) -> bool:
     """Whether an operator reads values stored on the host: it runs there, and so is its result stored there. False for copies."""
-    if node.op != "call_function" or getattr(node.target, "__name__", "") in ("to_host", "from_host"):
+    if node.op != "call_function" or getattr(node.target, "__name__", "") in OPERATORS:
         return False
-    return any(one.host for operand in node.all_input_nodes if has_record(operand) for one in records(operand))
+    return any(one.storage != "device" for operand in node.all_input_nodes if has_record(operand) for one in records(operand))

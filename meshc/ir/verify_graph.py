@@ -89,7 +89,7 @@ def verify_graph(
         for record in found if type(found) is tuple else (found,):
             if type(record) is not Record:
                 raise MalformedGraph("it has no record" if record is None else f"its record is a {type(record).__name__}")
-            if record.host:
+            if record.storage != "device":
                 offloaded.add(node)
             if record.used is not None:
                 of_rows.add(node)
@@ -239,7 +239,7 @@ def _verify_host_copy(node: Node) -> None:
     for record, there in [*zip(given, (not out, out), strict=False), (mine, out)]:
         if type(record) is not Record or type(mine) is not Record or record.shape != mine.shape or record.dtype is not mine.dtype:
             raise MalformedGraph("it copies a value into one of another shape or dtype")
-        if record.host != there:
+        if (record.storage != "device") != there:
             raise MalformedGraph(f"{'it is' if record is mine else 'it reads'} a value that lies on the {'device' if there else 'host'}")
 
 

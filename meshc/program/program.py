@@ -18,6 +18,7 @@ from meshc.ir.keys import PortKind, key_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Dynamic
+from meshc.ir.storage_moves import Storage
 from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.plan.plan import Plan
 
@@ -34,7 +35,7 @@ class Port:
     shape     global
     sharding  at entry and exit (storage)
     of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry`, or its name in Python
-    host      stored on the host between calls, and within a call where nothing reads it;  disk  the same, in a file
+    storage   where it is stored between calls, and within a call where nothing reads it
     """
 
     kind: PortKind
@@ -44,8 +45,7 @@ class Port:
     sharding: Sharding | None = None
     of: str = ""
     requires_grad: bool = False
-    host: bool = False
-    disk: bool = False
+    storage: Storage = "device"
 
     @property
     def key(self) -> str:

@@ -80,8 +80,8 @@ def _source(entry: AxisEntry | None, stages: bool) -> str:
 
 
 def _saved_bytes(program: PlainProgram, axis: str, stages: bool) -> int:
-    """Additional bytes that a rank would hold for the whole call if the axis had one rank."""
-    ports = [port for port in program.inputs if port.kind in peak_memory.KEPT and not port.host and not port.disk]
+    """What a rank would hold more for the whole call if the axis had one rank."""
+    ports = [port for port in program.inputs if port.kind in peak_memory.KEPT and port.storage == "device"]
     now, alone = program.axis_sizes, {**program.axis_sizes, axis: 1}
     if not stages:
         return sum(peak_memory.port_bytes(port, alone) - peak_memory.port_bytes(port, now) for port in ports)

@@ -41,7 +41,7 @@ def _by_kind(program: PlainProgram, ranks: Sequence[peak_memory.RankBytes], most
     waste: dict[str, float] = defaultdict(float)
     coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
     for port in program.inputs:
-        if port.kind in peak_memory.KEPT and not port.host and program.owns(port.key, coordinates):
+        if port.kind in peak_memory.KEPT and port.storage == "device" and program.owns(port.key, coordinates):
             waste[port.kind] += peak_memory.port_bytes(port, program.axis_sizes) - peak_memory.real_bytes(port, program.axis_sizes)
     rows = [(text, bytes_text(kept[kind]), share_text(waste[kind], kept[kind])) for kind, text in NAMES.items() if kept.get(kind)]
     if peak.total:

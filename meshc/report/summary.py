@@ -29,6 +29,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
+from meshc.ir.storage_moves import OFFLOADED
 from meshc.program.program import PlainProgram, Port
 from meshc.report import attention_report, experts, memory_report, offload_table, recurrences
 from meshc.report.account import link_accounts, stage_accounts
@@ -157,7 +158,8 @@ def _parameters(program: PlainProgram) -> str:
         _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
         kind = str(one.dtype).removeprefix("torch.")
         theirs = [kept for port in ports for kept in states[port.name]]
-        where = " on the disk" if any(kept.disk for kept in theirs) else " on the host" if any(kept.host for kept in theirs) else ""
+        there = {kept.storage for kept in theirs}
+        where = next((f" on the {one}" for one in reversed(OFFLOADED) if one in there), "")
         cells = one.sharding, one.placements, one.gradient, one.state
         rows.append((one.name, len(ports), kind, *cells, here, bytes_text(size), bytes_text(state_size) + where))
     places = f"DTensor over ({', '.join(axes)})"

@@ -113,8 +113,8 @@ def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | Non
         for one in (gradient, kept[0] if kept else None)
     )  # fmt: skip
     size, state_size = (sum(peak_memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
-    where = "on the disk" if port.disk else "on the host" if port.host else ""
-    if not where and any(each.host for each in states):
+    where = "" if port.storage == "device" else f"on the {port.storage}"
+    if not where and any(each.storage != "device" for each in states):
         where = "its state on the host"
     dtype = str(port.dtype).removeprefix("torch.")
     return Leaf(name, port.kind, dtype, lies(port.sharding, port.shape), (), other, state, where, size, state_size)

@@ -27,6 +27,7 @@ from meshc.ir.sharding import ORDERS, Part, Sharding, local_shape
 from meshc.ir.sharing import WORDS, set_sharing
 from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
+from meshc.ir.storage_moves import OFFLOADED, Storage
 from meshc.program.program import Origin, Stage
 from meshc.text.allowed_operators import resolve
 from meshc.text.printer import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, SideRow, SideTable
@@ -39,7 +40,7 @@ ARGUMENT: Final = (
 
 _ONE_TYPE: Final = re.compile(
     r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\]"
-    r"(?P<rest>(?: (?:whole|host|disk|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
+    rf"(?P<rest>(?: (?:whole|{'|'.join(OFFLOADED)}|\w+\((?:[^(){{}}]|\{{[^{{}}]*\}})*\)))*)|(?P<int>int)"
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 EARLIER: Final = {"pending": "partial"}
@@ -115,19 +116,19 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
         word = EARLIER.get(clause[1], clause[1])
-        if word not in ("partial", "pad", "whole", "local", "host", "disk", "used") or word in clauses:
+        if word not in ("partial", "pad", "whole", "local", *OFFLOADED, "used") or word in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
         clauses[word] = clause[2] or ""
     if clauses.keys() >= {"host", "disk"}:
         raise ArtifactError(f"{text!r} is no type: what lies on the disk lies on the host: say one of the two")
-    disk = clauses.pop("disk", None) is not None
-    host = clauses.pop("host", None) is not None or disk
+    storage: Storage = next((one for one in OFFLOADED if one in clauses), "device")
+    clauses.pop(storage, None)
     used = _used(clauses.pop("used", None), len(dims), text)
     plain = all(isinstance(dim, int) for dim in dims)
     if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"partial", "pad", "whole"}):
         if clauses:
             raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
-        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host, disk=disk, used=used)
+        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, storage=storage, used=used)
     if any(isinstance(dim, int) and dim != 1 for dim in dims):
         raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
     sharding = Sharding(
@@ -135,7 +136,7 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
-    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host, disk=disk, used=used)
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, storage=storage, used=used)
 
 
 def _used(said: str | None, dims: int, text: str) -> int | None:

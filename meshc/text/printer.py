@@ -249,7 +249,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
 
 
 def _place(value: Record) -> str:
-    lies = " disk" if value.disk else " host" if value.host else ""
+    lies = "" if value.storage == "device" else f" {value.storage}"
     return lies if value.used is None else f"{lies} used({value.used})"
 
 
@@ -436,7 +436,7 @@ def _port(port: Port) -> str:
 
 def port_type(port: Port) -> str:
     """The type of the value that enters or leaves through a port, its shape global."""
-    return print_type(Record(port.shape, port.dtype, port.sharding, host=port.host, disk=port.disk))
+    return print_type(Record(port.shape, port.dtype, port.sharding, storage=port.storage))
 
 
 def _constant(name: str, value: torch.Tensor) -> str:

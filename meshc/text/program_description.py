@@ -196,7 +196,7 @@ def _port(row: PortRow, hints: Mapping[str, int], types: dict[str, Record]) -> P
             f"a port's name and what it is of are texts, not {bounds.brief_repr(name)} and {bounds.brief_repr(row.get('of'))}"
         )
     requires_grad = bool(row.get("requires_grad", False))
-    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, requires_grad, record.host, record.disk)
+    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, requires_grad, record.storage)
 
 
 def _without_defaults(value: Instruction) -> dict[str, object]:

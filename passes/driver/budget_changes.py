@@ -207,7 +207,7 @@ def _seconds(left: LoweredProgram) -> float:
 def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[RequestChange]:
     """What the request has not asked for yet. `left`: the program that holds too much, of what was `asked`."""
     request, plan = left.request, left.plan
-    if request.optimizer is not None and any(port.kind == "state" and port.shape and not port.host for port in left.inputs):
+    if request.optimizer is not None and any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs):
         if not any(line.what == STATE for line in plan.offloads):
             yield _offload_change(STATE)
     if request.optimizer is not None and not any(line.what == PARAMS for line in plan.offloads):

@@ -30,7 +30,7 @@ def offload_plans(left: LoweredProgram) -> Iterator[Plan]:
     yield plan
     if left.request.optimizer is None or left.placed.choices is not None:  # a plan that was searched has its own text
         return
-    state = any(port.kind == "state" and port.shape and not port.host for port in left.inputs)
+    state = any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs)
     for what, there in ((STATE, state), (PARAMS, True)):
         if there and not any(line.what == what for line in plan.offloads):
             plan = Plan(f"{plan}\noffload {what}")

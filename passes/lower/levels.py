@@ -89,7 +89,7 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
 
 def _parameter_values(stage: Stage) -> set[Node]:
     """Parameters on the device, and values computed from them alone up to and including their gathers."""
-    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and not record(node).host]
+    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and record(node).storage == "device"]
     return computable_from(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 

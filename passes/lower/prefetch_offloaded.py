@@ -45,7 +45,7 @@ def _refuse_to_send(lowered: LoweredProgram) -> None:
     sent = {key for keys in lowered.pipeline.messages.values() for key in keys} if lowered.pipeline is not None else set()
     for stage in lowered.stages.values():
         for key, value in stage.results().items() if sent else ():
-            if key in sent and record(value).host:
+            if key in sent and record(value).storage != "device":
                 found = record(value)
                 raise CompileError(
                     f"{value.name} at {found.source} lies on the host by `{found.reason}`, and another pipeline stage reads it\n"

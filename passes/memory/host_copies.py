@@ -100,7 +100,7 @@ def _offload_value(graph: Graph, node: Node, inside: set[Node], backward: Sequen
         last = last.next
     made = record(node)
     with graph.inserting_after(last):
-        offloaded = call(graph, replace(made, host=True, reason=why, returned_by=()), spmd.to_host, node)
+        offloaded = call(graph, replace(made, storage="host", reason=why, returned_by=()), spmd.to_host, node)
     again: dict[Node, Node] = {}
     for reader in backward:
         for operand in reader.all_input_nodes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from meshc.ir import record, spmd
 from meshc.ir.graph import call, output_of, results_of, set_results
+from meshc.ir.storage_moves import Storage
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import OffloadLine
 from meshc.program.program import Port
@@ -19,10 +20,10 @@ def line_of(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
     return next((line for line in lines if line.names(port.of or port.name)), None)
 
 
-def mark_on_host(lowered: LoweredProgram, offloaded: Collection[str], disk: Collection[str] = ()) -> LoweredProgram:
-    """The ports of these keys lie on the host, some of them on its `disk`."""
+def mark_on_host(lowered: LoweredProgram, storages: Mapping[str, Storage]) -> LoweredProgram:
+    """The ports with each of these keys stored there."""
     inputs, outputs = (
-        tuple(replace(port, host=port.host or port.key in offloaded, disk=port.disk or port.key in disk) for port in ports)
+        tuple(replace(port, storage=storages.get(port.key, port.storage)) for port in ports)
         for ports in (lowered.inputs, lowered.outputs)
     )
     return replace(lowered, inputs=inputs, outputs=outputs)
@@ -31,7 +32,7 @@ def mark_on_host(lowered: LoweredProgram, offloaded: Collection[str], disk: Coll
 def fetch(graph: Graph, node: Node, first: Node, readers: Sequence[Node], phase: str, why: str) -> Node:
     """`readers` read what is copied to the device before `first`, in the place of `node`, which lies on the host."""
     with graph.inserting_before(first):
-        made = replace(record(node), host=False, disk=False, phase=phase, reason=why)
+        made = replace(record(node), storage="device", phase=phase, reason=why)
         here = call(graph, made, spmd.from_host, node)
     for reader in readers:
         reader.replace_input_with(node, here)
@@ -43,6 +44,6 @@ def put_back(graph: Graph, position: int, place: Node, why: str) -> None:
     end = output_of(graph)
     results = list(results_of(graph))
     with graph.inserting_before(end):
-        made = replace(record(results[position]), host=True, disk=record(place).disk, phase="update", reason=why)
+        made = replace(record(results[position]), storage=record(place).storage, phase="update", reason=why)
         results[position] = call(graph, made, spmd.to_host, results[position], place)
     set_results(graph, results)

@@ -45,7 +45,7 @@ def offload_params(lowered: LoweredProgram) -> LoweredProgram:
     for node, key in stage.keys().items():
         if key in offloaded:
             _offload(stage, node, key, offloaded[key])
-    return mark_on_host(lowered, offloaded)
+    return mark_on_host(lowered, dict.fromkeys(offloaded, "host"))
 
 
 def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: LoweredProgram) -> None:
@@ -76,7 +76,7 @@ def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
             copies[_copy_for_phase(graph, laid_out, site[0], readers)] = site
         if own:
             min(own).prepend(laid_out)
-    update(node, host=True)
+    update(node, storage="host")
     for (phase, _), readers in _readers(node, copies).items():
         fetch(graph, node, min(readers), readers, phase, why)
     if key in results and results[key] is not node:

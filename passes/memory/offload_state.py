@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from meshc.ir import KEY, has_record, is_getitem, is_integer, record, records, set_record, spmd, update, value_of
 from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
+from meshc.ir.storage_moves import Storage
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import STATE, OffloadLine
@@ -38,11 +39,11 @@ def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     (stage,) = lowered.stages.values()
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
     offloaded = {key: str(line) for key, line in said.items()}
-    disk = {key for key, line in said.items() if line.disk}
-    _offload(stage, offloaded, disk)
+    storages: dict[str, Storage] = {key: "disk" if line.disk else "host" for key, line in said.items()}
+    _offload(stage, offloaded, storages)
     if any(line.update for line in said.values()):
         update_on_host(stage, {key: str(line) for key, line in said.items() if line.update})
-    return mark_on_host(lowered, offloaded, disk)
+    return mark_on_host(lowered, storages)
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:
@@ -54,14 +55,14 @@ def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Por
     refuse_faults("the plan does not fit this model", faults)
 
 
-def _offload(stage: Stage, offloaded: dict[str, str], disk: Collection[str]) -> None:
-    """In place. `offloaded`: by the key of state, the line that says so; `disk`: of those that lie there."""
+def _offload(stage: Stage, offloaded: dict[str, str], storages: Mapping[str, Storage]) -> None:
+    """In place. `offloaded`: by the key of state, the line that says so; `storages`: where that puts it."""
     results = stage.results()
     for node, key in stage.keys().items():
         if key not in offloaded:
             continue
         readers = [user for user in node.users if user.op != "output"]
-        update(node, host=True, disk=key in disk)
+        update(node, storage=storages[key])
         if readers:
             fetch(stage.graph, node, min(readers), readers, "update", offloaded[key])
         if results[key] is not node:
@@ -85,7 +86,7 @@ def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
     state = [node for node, key in keys.items() if key in offloaded]
     there = _host_operators(graph, state)
     for node in there:
-        made = tuple(replace(one, host=one.dtype is not None) for one in records(node))
+        made = tuple(replace(one, storage="device" if one.dtype is None else "host") for one in records(node))
         set_record(node, made if isinstance(node.meta[KEY], tuple) else made[0])
     why = next(iter(offloaded.values()))
     _copy_operands_to_host(graph, there, why)
@@ -124,13 +125,13 @@ def _copy_operands_to_host(graph: Graph, there: Collection[Node], why: str) -> N
     copies: dict[Node, Node] = {}
     for node in there:
         for operand in node.all_input_nodes:
-            if operand in there or not _is_tensor(operand) or record(operand).host:
+            if operand in there or not _is_tensor(operand) or record(operand).storage != "device":
                 continue
             if operand.target is spmd.from_host:
                 copies[operand] = operand.args[0]  # type: ignore[assignment]
             elif operand not in copies:
                 with graph.inserting_before(node):
-                    made = replace(record(operand), host=True, phase="update", reason=why, returned_by=())
+                    made = replace(record(operand), storage="host", phase="update", reason=why, returned_by=())
                     copies[operand] = call(graph, made, spmd.to_host, operand)
             node.replace_input_with(operand, copies[operand])
 
@@ -147,13 +148,13 @@ def _copy_results_to_device(stage: Stage, there: Collection[Node], entered: Mapp
         readers = [user for user in outside if user.target is not spmd.to_host and user.op == "call_function"]
         if readers:
             with graph.inserting_before(min(readers)):
-                back = call(graph, replace(record(node), host=False, reason=why), spmd.from_host, node)
+                back = call(graph, replace(record(node), storage="device", reason=why), spmd.from_host, node)
             for reader in readers:
                 reader.replace_input_with(node, back)
     results = list(results_of(graph))
     for position, (key, node) in enumerate(zip(stage.outputs, results, strict=True)):
-        if node in there and (key not in entered or not record(entered[key]).host):
+        if node in there and (key not in entered or record(entered[key]).storage == "device"):
             place = (entered[key],) if is_a(key, "parameter", "state", "buffer") else ()
             with graph.inserting_before(output_of(graph)):
-                results[position] = call(graph, replace(record(node), host=False, reason=why), spmd.from_host, node, *place)
+                results[position] = call(graph, replace(record(node), storage="device", reason=why), spmd.from_host, node, *place)
     set_results(graph, results)

@@ -26,7 +26,7 @@ def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
     axis = phase.mesh.pipeline_axis
     if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
         return False
-    if any(port.host for port in inputs if port.kind == "parameter"):  # offloaded: on the device only while it is read
+    if any(port.storage != "device" for port in inputs if port.kind == "parameter"):  # offloaded: on the device only while it is read
         return False
     stored = whole = 0.0
     for port in inputs:

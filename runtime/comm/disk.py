@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final
 
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from meshc import environment
 from meshc.errors import StateError
-from meshc.runtime.comm.host import PoolUsage
+from meshc.ir.storage_moves import Storage
+from meshc.runtime.comm import host
 
-HELD: Final = PoolUsage()
+HELD: Final = host.PoolUsage()
 """Bytes of this process's files."""
 
 
@@ -50,6 +51,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
 def copy_to_disk(tensor: Tensor, what: str) -> Tensor:
     """A copy of `tensor` in a file."""
     return empty(tensor.shape, tensor.dtype, what).copy_(tensor)
+
+
+COPIES: Final[Mapping[tuple[Storage, Storage], Callable[[Tensor, str, torch.device], Tensor]]] = {
+    ("device", "host"): lambda tensor, what, device: host.copy_to_host(tensor, device),
+    ("device", "disk"): lambda tensor, what, device: copy_to_disk(tensor, what),
+}
+"""Copies of a tensor, which `what` names in messages, to where a rank with this device stores it."""
 
 
 def _no_room(folder: os.PathLike[str], size: int, what: str, error: OSError) -> str:

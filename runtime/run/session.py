@@ -142,7 +142,7 @@ class Session:
         self.cuda_graph = traced or refusal(
             self.device, cuda_graph, program.mode, on_device, in_stages, offloads, by_choice, has_backward, bool(self.caches)
         )
-        self._await_host = self.device.type == "cuda" and any(port.host for port in program.inputs)
+        self._await_host = self.device.type == "cuda" and any(port.storage != "device" for port in program.inputs)
         self._graphed = None if self.cuda_graph else GraphedCalls(self, must=cuda_graph is True)
 
     # ------------------------------------------------------------------------------------------------------------------- inputs

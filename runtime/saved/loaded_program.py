@@ -24,7 +24,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Port
-from meshc.runtime.comm import disk, host
+from meshc.runtime.comm.disk import COPIES
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import FailureBoard
@@ -116,10 +116,10 @@ class LoadedProgram:
         return self._at_home(port, layouts.take_tile(whole, sharding, self.sizes, self.coordinates))
 
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
-        if port.disk:
-            return disk.copy_to_disk(tile, port.name)
+        if port.storage != "device":
+            return COPIES["device", port.storage](tile, port.name, self.device)
         on_host = port.kind == "state" and not port.shape  # step counts stay on the CPU, as in torch
-        return tile if on_host else host.copy_to_host(tile, self.device) if port.host else tile.to(self.device)
+        return tile if on_host else tile.to(self.device)
 
     def kept_tiles(self) -> list[tuple[Port, Tensor | None]]:
         """The ports of values kept between calls, each with this rank's tile as it is now; None if the rank has no part of it."""

@@ -65,9 +65,8 @@ def check_storage(find: Callable[[str], StoredTensor | None], ports: Iterable[Po
         held = find(port.key)
         if held is None:
             faults.append(f"    {port.name}: was not there when the model was first compiled")
-        elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.offloaded, held.on_disk):
-            there, wanted = _where(held.offloaded, held.on_disk), _where(port.host, port.disk)
-            faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
+        elif port.kind in ("parameter", "state") and port.storage != held.storage:
+            faults.append(f"    {port.name}: lies on the {held.storage}, wanted on the {port.storage}")
         elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, mesh):
             faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
     if faults:
@@ -76,10 +75,6 @@ def check_storage(find: Callable[[str], StoredTensor | None], ports: Iterable[Po
             + "\n".join(faults)
             + "\n  what to do: give both programs plans that store alike; the first to be compiled decides"
         )
-
-
-def _where(offloaded: bool, on_disk: bool) -> str:
-    return "disk" if on_disk else "host" if offloaded else "device"
 
 
 def refuse_converted(stored: Iterable[StoredTensor]) -> None:

@@ -254,7 +254,7 @@ class Changes:
         if self._unseen and self._hurried.due(run):
             stored = self._unseen.values()
         elif run >= FIRST_LOOK and _is_rare_turn(run):
-            stored = [held for held in self._held if not held.on_disk]
+            stored = [held for held in self._held if held.storage != "disk"]
         if stored:
             self._compare(board, f"run {run}", stored, {}, 0.0)
             self._unseen = {}
@@ -280,7 +280,7 @@ class Changes:
         if self._asked.due(run):
             changed = "; ".join(sorted(self._told | self._uncompared))
             when = f"asked behind run {run}, {hashlib.blake2b(changed.encode(), digest_size=8).hexdigest()}"
-            self._compare(board, when, [held for held in self._held if not held.on_disk], {}, 0.0)
+            self._compare(board, when, [held for held in self._held if held.storage != "disk"], {}, 0.0)
 
     def _last_run(self, board: FailureBoard) -> int:
         self.look()

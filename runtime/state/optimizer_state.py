@@ -180,8 +180,7 @@ def _hold(store: Store, port: Port, parameter: StoredTensor, name: str, slot: Sl
     else:
         whole = present if isinstance(present, Tensor) else torch.tensor(present)
         tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
-    there: dict[str, bool] = {"offloaded": port.host, "on_disk": port.disk}
-    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), **there)
+    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), storage=port.storage)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
     moved_experts.reorder_new_state(parameter, held)
     return held

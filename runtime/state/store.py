@@ -33,6 +33,7 @@ from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
+from meshc.ir.storage_moves import Storage
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
 from meshc.optimizer.spec import CODES, GRADIENT
 from meshc.program.program import Port
@@ -357,8 +358,8 @@ class Store:
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
             whole = self.transfers.full(cast(DTensor, tensor.detach())) if isinstance(tensor, DTensor) else tensor  # a copy's
             tile = None if key in unfilled else self.home(key).scatter(whole, sharding, tensor.dtype)
-            there = _is_parameter(key) and key in wanted and wanted[key].host
-            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), offloaded=there)
+            there = wanted[key].storage if _is_parameter(key) and key in wanted else "device"
+            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), storage=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
                 share_hooks(tensor, held.live)
@@ -379,10 +380,10 @@ class Store:
 
     def hold(
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
-        offloaded: bool = False, on_disk: bool = False,
+        storage: Storage = "device",
     ) -> StoredTensor:  # fmt: skip
-        """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `offloaded`: its memory, and
-        that of a copy with torch's placements, is on the host, or in files if `on_disk`."""
+        """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `storage`: where its
+        memory is, and that of a copy with torch's placements."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.partial or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
@@ -390,7 +391,7 @@ class Store:
         home = self.home(key)
         self.transfers.groups.prepare([home.splitting(sharding)])
         held = allocate_stored_tensor(
-            key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, offloaded=offloaded, on_disk=on_disk
+            key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, storage=storage
         )
         if self._stages:
             self.transfers.groups.prepare([random_draws.replicated_axes(held)])  # random draws are broadcast among the ranks of its stage

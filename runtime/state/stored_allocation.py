@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 from meshc.ir import layouts
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import Sharding
-from meshc.runtime.comm import disk, host
+from meshc.ir.storage_moves import Storage
+from meshc.runtime.comm.disk import COPIES
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.state.stored_tensor import StoredTensor
@@ -23,24 +24,25 @@ from meshc.runtime.state.stored_tensor import StoredTensor
 
 def allocate_stored_tensor(
     key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, home: Transfers, device: torch.device, *,
-    distributed: bool, offloaded: bool, on_disk: bool,
+    distributed: bool, storage: Storage,
 ) -> StoredTensor:  # fmt: skip
     """A stored tensor of this rank's `tile`, of zeros without one. The other parameters are those of `Store.hold`."""
     elsewhere = distributed and isinstance(home, StageTransfers) and not home.member
     if tile is None:
         tile = torch.zeros((0,) if elsewhere else layouts.local_shape(sharding, home.sizes), dtype=dtype, device=device)
-    if offloaded:
-        tile = _move_to_host(tile, key, device, on_disk)
+    copy = COPIES.get(("device", storage))
+    if copy is not None:
+        tile = copy(tile, name_of(key), device)
     live = local = tile
     placements: tuple[Placement, ...] = ()
     shares = not distributed or layouts.shares_memory(sharding, home.mesh)
     if distributed:
         placements, local = layouts.torch_placements(sharding, home.mesh), home.to_chunk(tile, sharding)
         if not shares:
-            local = _move_to_host(local, key, device, on_disk) if offloaded else local.clone(memory_format=torch.contiguous_format)
+            local = local.clone(memory_format=torch.contiguous_format) if copy is None else copy(local, name_of(key), device)
         live = _wrap_dtensor(local, shape, placements, home, device)
     held = StoredTensor(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shares or elsewhere, home)
-    held.offloaded, held.on_disk = offloaded, on_disk
+    held.storage = storage
     held.lags = not distributed and isinstance(home, StageTransfers)
     return held
 
@@ -54,8 +56,3 @@ def _wrap_dtensor(
     stride = torch.empty(shape, device="meta").stride()
     seen = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen
-
-
-def _move_to_host(value: Tensor, key: str, device: torch.device, on_disk: bool) -> Tensor:
-    """A copy of `value` on the rank's host, in memory or in a file."""
-    return disk.copy_to_disk(value, name_of(key)) if on_disk else host.copy_to_host(value, device)

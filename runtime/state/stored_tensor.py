@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshc.errors import StateError
 from meshc.ir.sharding import Sharding
+from meshc.ir.storage_moves import Storage
 from meshc.optimizer.optimizer import Slot
 from meshc.runtime.comm.transfers import Transfers
 
@@ -35,7 +36,7 @@ class StoredTensor:
     places   the module dicts that hold it, with its name in each
     of, slot, fresh, optimizer  of optimizer state: key of its parameter, name of the slot, initial value, owner
     stale    the program has written the buffer, and `live` is older;  lags  so it is on ranks of other stages, after each run
-    offloaded   stored on the rank's host;  on_disk  in a file there
+    storage  where `buffer` is: on the device, the rank's host, or a file there
     slots    of experts that have been moved, the row of each in `buffer`; None: row i is expert i
     seen     the version that was read last;  memory  the DTensor's own local tensor;  wrapper  the storage of the DTensor itself
     """
@@ -58,8 +59,7 @@ class StoredTensor:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     stale: bool = False
     lags: bool = False
-    offloaded: bool = False
-    on_disk: bool = False
+    storage: Storage = "device"
     slots: list[int] | None = None
     seen: tuple[int, int] = (0, 0)
     memory: Tensor | None = None

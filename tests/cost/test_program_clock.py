@@ -211,9 +211,9 @@ def test_what_runs_on_the_host_has_a_lane_there() -> None:
     x = b.given(1000, 1000)
     out = b.call(spmd.to_host, x, made=(1000, 1000))
     before = [b.call(aten.relu.default, x, made=(1000, 1000)) for _ in range(3)]
-    update(out, host=True)
+    update(out, storage="host")
     there = b.call(aten.relu.default, out, made=(1000, 1000))
-    update(there, host=True)
+    update(there, storage="host")
     back = b.call(spmd.from_host, there, made=(1000, 1000))
     behind = b.call(aten.relu.default, x, made=(1000, 1000))
     b.graph.output([*before, back, behind])

@@ -87,7 +87,7 @@ def compiled(name: str, way: str, mesh: str) -> meshc.Program:
         assert (again(program) > 0) == ((name, way, mesh) not in NOTHING_TO_MAKE)
     elif way == "state":
         program = step_of(kind, mesh, "offload state", remat="none")
-        assert all(port.host for port in program.compiled.inputs if port.kind == "state" and port.shape)
+        assert all(port.storage == "host" for port in program.compiled.inputs if port.kind == "state" and port.shape)
     elif way == "values":
         program = step_of(kind, mesh, f"offload value:{kind.layers}", remat="none")
         assert offloaded(program) > 0

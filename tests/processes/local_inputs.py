@@ -117,7 +117,7 @@ def local_loss_unsaid(mesh: Any) -> None:
     x = part(case.kwargs["x"], mesh)
     program = meshc.compile(case.model, mesh, kwargs={"x": x}, inputs="local")
     loss = program(x=x).sum()
-    with pytest.raises(meshc.StateError, match='local_loss="mean"'):
+    with pytest.raises(meshc.StateError, match=r'LocalInputs\(loss="mean"\)'):
         loss.backward()
 
 

@@ -119,7 +119,7 @@ def added(mesh: Any) -> None:
         theirs.step()
         theirs.zero_grad()
     _same(model, twin)
-    with pytest.raises(meshc.StateError, match=r"Options\(accumulate=True\)"):
+    with pytest.raises(meshc.StateError, match=r"Training\(accumulate=True\)"):
         _plainly(case, mesh).accumulate(**case.call_kwargs)
 
 

@@ -86,8 +86,8 @@ def test_a_step_means_what_it_means() -> None:
     program = step_of(nanogpt(layers=1), "dp_shard=2,tp=2", "offload state: disk", 2)
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
-    places = {(record(node).host, record(node).disk) for node in program.compiled.stages["after"].graph.nodes if node.target is spmd.to_host}
-    assert places == {(True, True)}
+    places = {record(node).storage for node in program.compiled.stages["after"].graph.nodes if node.target is spmd.to_host}
+    assert places == {"disk"}
 
 
 def test_a_saved_program_says_so(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_saved_program_says_so(tmp_path: Path) -> None:
     assert hash_program(found) == hash_program(program.compiled) and peak_memory.peak_rank(found).disk == peak_memory.peak_rank(program.compiled).disk
     text = "f32[8, 4] disk"
     read = parse_one_type(text)
-    assert (read.host, read.disk) == (True, True) and print_type(read) == text
+    assert read.storage == "disk" and print_type(read) == text
     with pytest.raises(ArtifactError, match="say one of the two"):
         parse_one_type("f32[8, 4] host disk")
 
@@ -141,6 +141,6 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_copy_takes_the_slower_of_the_two_ways() -> None:
     device = replace(ROUND, host=Link(1e-5, 50e9), disk=Link(1e-4, 2e9))
-    assert copy_seconds(2e9, device, disk=True) == pytest.approx(1.0001) and copy_seconds(2e9, device) < 0.05
+    assert copy_seconds(2e9, device, "disk") == pytest.approx(1.0001) and copy_seconds(2e9, device) < 0.05
     copy = next(node for node in deep("offload state: disk").compiled.stage.graph.nodes if node.target is spmd.from_host)
     assert host_copy_seconds(copy, device) == pytest.approx(1e-4 + 512 * 512 * 4 / 2e9)

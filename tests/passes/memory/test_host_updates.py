@@ -68,7 +68,7 @@ def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, lines: 
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
     compiled = program.compiled
-    there = {port.key for port in compiled.inputs if port.kind == "state" and port.host}
+    there = {port.key for port in compiled.inputs if port.kind == "state" and port.storage == "host"}
     assert there and all(stage.inputs[index] not in there for stage in compiled.stages.values() for index in _fetched(stage.graph))
 
 

@@ -158,7 +158,7 @@ def test_a_saved_program_says_what_lies_on_the_host(tmp_path: Path) -> None:
     program.save(tmp_path / "program")
     again = artifact.load(tmp_path / "program", rules=rules)
     assert hash_program(again) == hash_program(program.compiled)
-    assert {port.of for port in again.inputs if port.host} == {"up.weight", "down.weight"}
+    assert {port.of for port in again.inputs if port.storage == "host"} == {"up.weight", "down.weight"}
     assert peak_memory.peak_rank(again) == peak_memory.peak_rank(program.compiled)
     table = program.summary()
     assert "copies between device and host in one call" in table and "on the host, beside that" in table

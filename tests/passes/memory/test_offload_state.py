@@ -66,9 +66,9 @@ def test_lines_name_parameters_and_those_about_no_state_are_refused() -> None:
         return meshc.compile(step, meshc.Mesh("dp=2"), args=(x,), kwargs={"target": target}, plan=plan)
 
     program = compiled("offload state 1.*", torch.optim.AdamW(model.parameters()))
-    there = {port.name for port in program.compiled.inputs if port.host}
+    there = {port.name for port in program.compiled.inputs if port.storage == "host"}
     assert there == {f"1.{name}/{slot}" for name in ("weight", "bias") for slot in ("exp_avg", "exp_avg_sq")}
-    assert there == {port.name for port in program.compiled.outputs if port.host}
+    assert there == {port.name for port in program.compiled.outputs if port.storage == "host"}
     with pytest.raises(PlanError, match=r"`offload state 2\.\*`: no parameter of this name has optimizer state; 0\.weight has some"):
         compiled("offload state 2.*", torch.optim.AdamW(model.parameters()))
     with pytest.raises(PlanError, match="`offload state`: the optimizer keeps no state that could lie on the host"):
@@ -107,7 +107,7 @@ def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, microba
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
     compiled = program.compiled
-    assert all(port.host == bool(port.shape) for port in compiled.inputs if port.kind == "state")
+    assert all((port.storage == "host") == bool(port.shape) for port in compiled.inputs if port.kind == "state")
     plain = step_of(make(), mesh, None, microbatches).compiled
     for found, whole in zip(peak_memory.by_rank(compiled), peak_memory.by_rank(plain), strict=True):
         moved = sum(whole.kept[kind] - found.kept[kind] for kind in ("state", "copy"))  # a copy in the layout of torch too
