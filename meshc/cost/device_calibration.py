@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from meshc import environment
 from meshc.cost import device_fit, microbenchmarks
-from meshc.cost.device_fit import Sample
+from meshc.cost.device_fit import TimedSample
 from meshc.cost.devices import DTYPES, Device, Efficiency, Link, Processor, device, name_of, names, read_devices, write_devices
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -29,7 +29,7 @@ class Links:
     uneven      seconds between ranks after one second of computing (`cost/stage_clock.py`)
     """
 
-    samples: Mapping[str, Sequence[Sample]]
+    samples: Mapping[str, Sequence[TimedSample]]
     contention: float
     uneven: float
 

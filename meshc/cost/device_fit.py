@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedSample:
     """Measured seconds of a collective over `ranks` ranks, or of a `send` between two. `size`: bytes, as in `cost.links.ways`."""
 
     kind: str
@@ -68,7 +68,7 @@ def products(points: Sequence[Product], overhead_s: float) -> tuple[Fit, float]:
 ROUNDS: Final = 20
 
 
-def link(samples: Sequence[Sample]) -> tuple[Link, float, float]:
+def link(samples: Sequence[TimedSample]) -> tuple[Link, float, float]:
     """(the link with the best fit, a collective's overhead beside its messages in seconds, the largest relative error).
 
     The algorithm of a collective depends on the link: algorithms are chosen, the link is fitted, and so on in rounds. The fit minimizes

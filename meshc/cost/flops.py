@@ -8,15 +8,22 @@ those of `torch.utils.flop_counter`, whose tests are the source, for the operato
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.fx import Node
 
 from meshc import ir
-from meshc.rules.families import operator_of
+from meshc.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    from meshc.rules import families
+else:
+    families = LazyModule("meshc.rules.families")
 
 
 def flops(node: Node) -> float:
     """Multiplications and additions of one call; 0 for operators that are not counted."""
-    counted = operator_of(node.target).flops
+    counted = families.operator_of(node.target).flops
     if counted is None:
         return 0.0
     producers = [ir.value_of(operand) for operand in ir.operands(node)]
@@ -25,9 +32,9 @@ def flops(node: Node) -> float:
 
 def is_product(node: Node) -> bool:
     """Whether an operator is a product, convolution or attention."""
-    operator = operator_of(node.target)
+    operator = families.operator_of(node.target)
     return operator.flops is not None and operator.arithmetic != "factorization"
 
 
 def is_attention(node: Node) -> bool:
-    return operator_of(node.target).arithmetic == "attention"
+    return families.operator_of(node.target).arithmetic == "attention"

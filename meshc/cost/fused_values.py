@@ -11,13 +11,20 @@ that the figures are not below what is there (docs/decisions/memory-of-programs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.regions import region_of
+from meshc.lazy_module import LazyModule
 from meshc.program import packing
-from meshc.rules.families import operator_of
+
+if TYPE_CHECKING:
+    from meshc.rules import families
+else:
+    families = LazyModule("meshc.rules.families")
 
 
 def is_fused(node: Node) -> bool:
@@ -25,7 +32,7 @@ def is_fused(node: Node) -> bool:
     if region_of(node) is None or not is_pointwise(node):
         return False
     reader = _only_reader(node)
-    return reader is not None and (is_pointwise(reader) or operator_of(reader.target).one_pass)
+    return reader is not None and (is_pointwise(reader) or families.operator_of(reader.target).one_pass)
 
 
 def is_pointwise(node: Node) -> bool:

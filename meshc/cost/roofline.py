@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 from torch.fx import Node
@@ -28,10 +28,15 @@ from meshc.cost.fused_values import is_fused
 from meshc.cost.sequential_kernels import kernels, operand_shares
 from meshc.ir import spmd
 from meshc.ir.trail import compute_tracked, largest, smallest
+from meshc.lazy_module import LazyModule
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
-from meshc.rules.families import operator_of
+
+if TYPE_CHECKING:
+    from meshc.rules import families
+else:
+    families = LazyModule("meshc.rules.families")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def moved_bytes(node: Node) -> float:
 def _traffic_bytes(node: Node, grows: Grows) -> tuple[float, float]:
     """Bytes that are read and written: of values that do not grow, and of those that do."""
     written = _overwritten(node)
-    operator = operator_of(node.target)
+    operator = families.operator_of(node.target)
     made = [] if written or operator.uninitialised else list(map(ir.local_bytes, ir.records(node)))
     moved = {False: 0.0, True: 0.0}
     for index, size in enumerate([] if is_fused(node) else made):

@@ -1,4 +1,4 @@
-"""Where a value is stored, and what moves it: the memory of a rank's device, that of its host, a file on the host's disk.
+"""Storage of values (the memory of a rank's device, of its host, a file on the host's disk), and the table of moves between them.
 
 One more tier is a word of `Storage`, its rows here, a link of `Device` for its price, and a copy in `meshc.runtime.comm.disk.COPIES`.
 """

@@ -1,4 +1,4 @@
-"""Error messages of plans: all faults at once, each with the user's line and a suggestion.
+"""Faults of a plan joined into one error, each with the user's line, and suggestions for words that are not known.
 
 `reader.py` finds syntax errors, `plan.py` and `recipes.py` names that the mesh lacks, `passes/place/annotate.py` and `pins.py` names that
 the model lacks.

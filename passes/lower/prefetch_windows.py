@@ -1,4 +1,4 @@
-"""Prefetch windows: the gathers of stored parameters that start together, and the bytes of a window.
+"""Prefetch windows: the gathers of stored parameters that start together; the bytes of a window and of a bucket of gradients.
 
     all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
 

@@ -81,7 +81,7 @@ class _Dims:
 
 
 @dataclass
-class _Operator:
+class _RuledOperator:
     """An operator's rule, the values it reads, the class of dims of each of its letters, and the demands of its relations."""
 
     node: Node
@@ -152,7 +152,7 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: M
     return found
 
 
-def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
+def _operators(graph: Graph, dims: _Dims) -> Iterator[_RuledOperator]:
     """Every operator, in the order of the graph; joins the dims of its letters."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -170,10 +170,10 @@ def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
                 if letter in known:
                     dims.classes.join(known[letter], dim)
                 known[letter] = dim
-        yield _Operator(node, rule, values, known, [])
+        yield _RuledOperator(node, rule, values, known, [])
 
 
-def _align_relations(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
+def _align_relations(operator: _RuledOperator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
     """The operator's relations that hold, each with its pairs of tokens. Reasons of those that do not hold are appended to `dropped`."""
     for demand in operator.demands:
         if not demand.active:
@@ -186,7 +186,7 @@ def _align_relations(operator: _Operator, factors: _DimFactors, dropped: list[st
             yield demand, pairs
 
 
-def _resolve_tokens(operator: _Operator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
+def _resolve_tokens(operator: _RuledOperator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
     """What an operator's relations imply for its tokens: aliases, and tokens that must be whole."""
     alias: dict[Token, Token] = {}
     whole: set[Token] = set()
@@ -203,7 +203,7 @@ def _resolve_tokens(operator: _Operator, factors: _DimFactors, aligned: Mapping[
     return alias, whole
 
 
-def _instance(operator: _Operator, dims: _Dims, factors: _DimFactors, alias: Mapping[Token, Token], whole: set[Token]) -> Instance:
+def _instance(operator: _RuledOperator, dims: _Dims, factors: _DimFactors, alias: Mapping[Token, Token], whole: set[Token]) -> Instance:
     node, rule = operator.node, operator.rule
     size: dict[Token, int] = {}
     factor: dict[Token, int] = {}

@@ -29,7 +29,7 @@ _Line: TypeAlias = tuple[tuple[str, ...], tuple[PinDim, ...]]
 
 def storage_lines(wanted: Storage, given: Storage) -> tuple[StoreLine, ...]:
     """The lines that make what would lie as `given` lie as `wanted`; both have every parameter and kind."""
-    known = {name: _ParameterStorage(name, wanted, given) for name, _ in wanted}
+    known = {name: _StoredParameter(name, wanted, given) for name, _ in wanted}
     needed: dict[_Line, list[str]] = defaultdict(list)
     for name, each in known.items():
         for need in each.needs:
@@ -44,7 +44,7 @@ def storage_lines(wanted: Storage, given: Storage) -> tuple[StoreLine, ...]:
     return tuple(line for *_, line in sorted(found, key=lambda one: one[:2]))
 
 
-class _ParameterStorage:
+class _StoredParameter:
     """How one parameter lies, as lines would say it.
 
     dims   by kind;  open  likewise, where nothing need be said of what is whole

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from meshc import environment
 from meshc.cost.device_calibration import BETWEEN, INSIDE, Links
-from meshc.cost.device_fit import Sample
+from meshc.cost.device_fit import TimedSample
 from meshc.cost.microbenchmarks import batch
 from meshc.runtime.comm import collectives
 
@@ -88,17 +88,17 @@ def _own_group(groups: list[list[int]]) -> ProcessGroup:
     return group
 
 
-def _measure_samples(group: ProcessGroup, device: torch.device) -> list[Sample]:
+def _measure_samples(group: ProcessGroup, device: torch.device) -> list[TimedSample]:
     samples = []
     for size in SIZES:
         x = torch.ones(size // 4, device=device)
         count = max(2, min(50, (1 << 24) // size))
         for kind, start in _collectives(x, group).items():
             samples.append(
-                Sample(kind, group.size(), size, _time_runs(lambda start=start: start().wait(), count, group, device))  # type: ignore[misc]
+                TimedSample(kind, group.size(), size, _time_runs(lambda start=start: start().wait(), count, group, device))  # type: ignore[misc]
             )
         seconds = _time_runs(lambda x=x: _there_and_back(x, group), count, group, device)  # type: ignore[misc]
-        samples.append(Sample("send", 2, size, seconds / 2))
+        samples.append(TimedSample("send", 2, size, seconds / 2))
     return samples
 
 

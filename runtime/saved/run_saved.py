@@ -1,4 +1,4 @@
-"""`meshc run`: one process, as the launcher started it, runs a saved program and stores its outputs.
+"""`meshc run`: one process, as the launcher started it, runs a saved program, and reads and stores its outputs and its state.
 
     DIR/outputs.safetensors     every output by its path (`logits`, `past_key_values.0.0`), whole (of several calls: outputs_0, ...),
                                 and those metrics of a loss function that are more than a number

@@ -11,7 +11,7 @@ import torch
 from meshc import environment
 from meshc.cost import device_calibration, device_fit, microbenchmarks
 from meshc.cost.device_calibration import BETWEEN, INSIDE
-from meshc.cost.device_fit import Product, Sample
+from meshc.cost.device_fit import Product, TimedSample
 from meshc.cost.devices import DTYPES, Link, device, devices_of, read_devices, write_devices
 from meshc.cost.links import fastest
 from meshc.errors import StateError
@@ -55,8 +55,8 @@ def test_what_products_move_is_told_from_what_they_multiply() -> None:
 @pytest.mark.parametrize("overhead_s", [0.0, 2e-5])
 def test_a_link_is_found_whichever_way_its_collectives_take(ranks: int, truth: Link, overhead_s: float) -> None:
     samples = [
-        Sample("all_reduce", ranks, size, overhead_s + fastest("all_reduce", ranks, size, truth).seconds(truth)) for size in SIZES
-    ] + [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]
+        TimedSample("all_reduce", ranks, size, overhead_s + fastest("all_reduce", ranks, size, truth).seconds(truth)) for size in SIZES
+    ] + [TimedSample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]
     found, overhead, error = device_fit.link(samples)
     assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-3) and overhead == pytest.approx(overhead_s, rel=1e-3, abs=1e-9)
     assert found.bandwidth_Bps == pytest.approx(truth.bandwidth_Bps, rel=1e-3) and error < 1e-3
@@ -65,25 +65,25 @@ def test_a_link_is_found_whichever_way_its_collectives_take(ranks: int, truth: L
 def test_noise_moves_a_link_by_no_more_than_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = (0.9 + 0.2 * torch.rand(len(SIZES), generator=generator)).tolist()
-    samples = [Sample("send", 2, size, part * (5e-5 + size / 2e9)) for size, part in zip(SIZES, noise, strict=True)]
+    samples = [TimedSample("send", 2, size, part * (5e-5 + size / 2e9)) for size, part in zip(SIZES, noise, strict=True)]
     found, _, error = device_fit.link(samples)
     assert 0.9 * 5e-5 <= found.latency_s <= 1.1 * 5e-5 and 0.9 * 2e9 <= found.bandwidth_Bps <= 1.12 * 2e9 and error < 0.2
 
 
 def test_twice_and_half_are_equally_wrong() -> None:
     """Messages of one size took 1 and 4 ms: the link says 2."""
-    found, _, error = device_fit.link([Sample("send", 2, 1 << 25, 1e-3), Sample("send", 2, 1 << 25, 4e-3)])
+    found, _, error = device_fit.link([TimedSample("send", 2, 1 << 25, 1e-3), TimedSample("send", 2, 1 << 25, 4e-3)])
     assert found.latency_s + (1 << 25) / found.bandwidth_Bps == pytest.approx(2e-3, rel=0.02) and error == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_link_without_latency_has_none() -> None:
-    found, _, _ = device_fit.link([Sample("send", 2, size, size / 1e9 * (0.5 if size == SIZES[0] else 1)) for size in SIZES])
+    found, _, _ = device_fit.link([TimedSample("send", 2, size, size / 1e9 * (0.5 if size == SIZES[0] else 1)) for size in SIZES])
     assert found.latency_s == 0.0 and found.bandwidth_Bps == pytest.approx(1e9, rel=0.4)
 
 
 def test_a_link_that_cannot_be_told_is_refused() -> None:
     with pytest.raises(StateError, match="larger messages did not take longer"):
-        device_fit.link([Sample("send", 2, 1 << 20, 2e-3), Sample("send", 2, 1 << 25, 1e-3)])
+        device_fit.link([TimedSample("send", 2, 1 << 20, 2e-3), TimedSample("send", 2, 1 << 25, 1e-3)])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_calibration_is_kept_beside_others_and_found(tmp_path: Path, monkeypat
     write_devices([other], path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     truth = Link(4e-5, 1.5e9)
-    samples = {INSIDE: [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]}
+    samples = {INSIDE: [TimedSample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]}
     found = device_calibration.calibrate(torch.device("cpu"), device_calibration.Links(samples, 1.25, 0.01), path)
     device_calibration.keep(found, path)
     one = read_devices(path)["cpu"]

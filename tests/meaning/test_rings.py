@@ -472,7 +472,7 @@ def test_keys_that_every_rank_has_are_not_sent_round() -> None:
             self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
 
         def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(peak_memory).chunk(2, -1)))
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(memory).chunk(2, -1)))
             return F.scaled_dot_product_attention(q, k, v)
 
     inputs = {"x": torch.randn(2, 8, 16), "memory": torch.randn(2, 5, 16)}

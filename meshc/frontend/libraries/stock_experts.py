@@ -34,7 +34,7 @@ def unsorted_experts() -> Iterator[None]:
         yield
 
 
-class _Experts(Protocol):
+class _StockExperts(Protocol):
     """The attributes of experts' modules that transformers' own forward reads."""
 
     _is_expert_parallel: bool
@@ -48,7 +48,7 @@ class _Experts(Protocol):
     post_expert_norm: Callable[[Tensor], Tensor]
 
 
-def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward`.
 
     Rows are weighed before the last product, which is linear, if no norm follows it and nothing is promoted: split over the experts' hidden
@@ -64,7 +64,7 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, count, form, where=where)
 
 
-def _experts_output(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:
+def _experts_output(self: _StockExperts, hidden_states: Tensor, routed: Layout) -> Tensor:
     """The experts' output for the tokens, weighed and summed."""
     weights = routed.weights
     up = "gate_up_proj" if self.has_gate else "up_proj"
@@ -82,12 +82,12 @@ def _experts_output(self: _Experts, hidden_states: Tensor, routed: Layout) -> Te
     return made.to(hidden_states.dtype)
 
 
-def _matrices(self: _Experts, name: str) -> Tensor:
+def _matrices(self: _StockExperts, name: str) -> Tensor:
     """The experts' weights as [g, in, out]; untransposed they are [g, out, in]."""
     weight: Tensor = getattr(self, name)
     return weight if self.is_transposed else weight.transpose(-2, -1)
 
 
-def _bias(self: _Experts, name: str) -> Tensor:
+def _bias(self: _StockExperts, name: str) -> Tensor:
     found: Tensor = getattr(self, f"{name}_bias")
     return found
