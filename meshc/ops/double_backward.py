@@ -1,4 +1,4 @@
-"""Double backward of operators whose own backward is not differentiable.
+"""Double backward of operators whose own backward is not differentiable: gradients by autograd through a decomposition.
 
     (g,) = torch.autograd.grad(energy, x, create_graph=True)        torch runs backward with gradients on: decomposed into torch operators
     loss.backward()                                                 and with gradients off: one operator

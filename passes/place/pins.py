@@ -1,4 +1,4 @@
-"""Pins of values: the plan's pins, resolved to the operators that must give their results in these shardings.
+"""Pins of the plan, resolved to axes of the factors of values and of stored parameters; every mismatch and clash is reported.
 
     pin *.up_proj.weight: ffn/tp, _                 storage of each such weight: dim 0 split by tp
     pin value:*.mlp: batch/dp, seq/tp, _            the product behind mlp's output [batch, seq, hidden], a layout of [batch * seq, hidden]

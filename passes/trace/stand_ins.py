@@ -1,4 +1,4 @@
-"""Stand-ins: meshc's functions in the place of torch calls, with torch's arguments and results.
+"""Replacement of torch calls in a captured graph by meshc's functions, each result compared with torch's on fake tensors.
 
     rand = torch.rand(size=(4, 6), device=cpu)                     rand = _raised_rand((4, 6), seed_step=seed, call=0)
     attn = scaled_dot_product_attention(query=q, key=k, ...)       attn = sdpa(q, k, ...)

@@ -1,4 +1,4 @@
-"""Schedules written as (op, stage) steps of a rank; the microbatch numbers follow by counting."""
+"""Numbers of microbatches for a rank's (op, stage) steps, by counting; schedules cut to fewer microbatches."""
 
 from __future__ import annotations
 
