@@ -56,9 +56,8 @@ if TYPE_CHECKING:
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
     pretrained, rebalancing, saving = (LazyModule(f"meshc.api.{name}") for name in ("pretrained", "rebalancing", "saving"))
-    explanation, html, page, search_tables, summary = (
-        LazyModule(f"meshc.report.{name}") for name in ("explanation", "html", "page", "search_tables", "summary")
-    )
+    html, page, summary = (LazyModule(f"meshc.report.{name}") for name in ("html", "page", "summary"))
+    explanation, search_tables = LazyModule("meshc.report.explanation"), LazyModule("meshc.report.search_tables")
     call_timeline, draw = LazyModule("meshc.cost.call_timeline"), LazyModule("meshc.pipelining.draw")
     initial_values = LazyModule("meshc.runtime.saved.initial_values")
 

@@ -83,7 +83,7 @@ def copy_seconds(size: float, device: Device, storage: Storage = "host") -> floa
 def host_copy_seconds(node: Node, device: Device) -> float:
     """The same of a copy of a per-rank graph."""
     size, ends = ir.local_bytes(ir.record(node)), {ir.record(one).storage for one in (node, *node.all_input_nodes)}
-    return max(copy_seconds(size, device, one) for one in OFFLOADED if one in ends) if ends & {*OFFLOADED} else copy_seconds(size, device)
+    return max((copy_seconds(size, device, one) for one in OFFLOADED if one in ends), default=copy_seconds(size, device))
 
 
 def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:

@@ -1,8 +1,6 @@
 """Table of the elementwise reductions (sum, max, min) over ranks and over microbatches.
 
-A new reduction begins here, with its function of two tensors. The rest of it is declared elsewhere: the operators it can be deferred over
-(`meshc/rules/partial.py`), the values of padding (`neutral` of the rules in `meshc/rules/reduction.py` and `statistics.py`), the keys of
-microbatches' parts (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/rank_tiles.py`).
+A new reduction begins here, under the name of `ReduceOp`, with its function of two tensors; docs/changes.md has the list of places.
 """
 
 from __future__ import annotations

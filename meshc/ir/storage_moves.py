@@ -1,6 +1,6 @@
 """Storage of values (the memory of a rank's device, of its host, a file on the host's disk), and the table of moves between them.
 
-One more tier is a word of `Storage`, its rows here, a link of `Device` for its price, and a copy in `meshc.runtime.comm.disk.COPIES`.
+One more tier begins here, with its word and its rows; docs/changes.md has what else names a tier (price, copy, plan, checker, reports).
 """
 
 from __future__ import annotations

@@ -382,17 +382,14 @@ class Store:
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
         storage: Storage = "device",
     ) -> StoredTensor:  # fmt: skip
-        """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `storage`: where its
-        memory is, and that of a copy with torch's placements."""
+        """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.partial or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
         home = self.home(key)
         self.transfers.groups.prepare([home.splitting(sharding)])
-        held = allocate_stored_tensor(
-            key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, storage=storage
-        )
+        held = allocate_stored_tensor(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, storage=storage)
         if self._stages:
             self.transfers.groups.prepare([random_draws.replicated_axes(held)])  # random draws are broadcast among the ranks of its stage
         if tile is None:
