@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from operator import is_
+from typing import Final, TypeVar, cast
+
+from torch.fx import Graph, GraphModule
 
 from meshc.frontend.faults import phase as part
 from meshc.frontend.inner_transforms import restore_levels
+from meshc.ir import KEY
+from meshc.ir.verify_graph import MalformedGraph, verify_graph, verify_meetings, verify_order
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook, Pass
-from meshc.passes.structure_check import StructureCheck
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.program.program import Port
 
 Given = TypeVar("Given", bound=CompilationPhase)
 Left = TypeVar("Left", bound=CompilationPhase)
@@ -42,3 +50,71 @@ def run_passes(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | Non
         last = StructureCheck(phase, last)
         phase = _run_verified(each, phase, hook, last)
     return phase
+
+
+# Structural verification of the graphs that a pass has changed (`meshc/ir/verify_graph.py`). Always: 1 to 3 % of a compilation's time.
+
+
+Ports = tuple[Sequence[Port] | Sequence[str], Sequence[Port] | Sequence[str]]
+"""What enters and what leaves."""
+
+
+class StructureCheck:
+    """Of a phase before a pass, whose structure holds. What the pass leaves as it was is not looked at again.
+
+    ports    of each graph
+    nodes    each graph's, with their parts
+    records  ids of all records, which are immutable; `nodes` holds them
+    left     likewise, of the graphs that a pass has left
+    """
+
+    def __init__(self, before: CompilationPhase, last: StructureCheck | None = None) -> None:
+        """`last`: of the pass just before, which has looked at what it left."""
+        self.ports = dict(_graphs(before))
+        known = {} if last is None else last.left
+        self.nodes = {graph: known[graph] if graph in known else _parts(graph) for graph in self.ports}
+        self.left: dict[Graph, list[object]] = {}
+        rows = self.nodes.values() if isinstance(before, LoweredProgram) else ()
+        self.records = {id(record) for parts in rows for record in parts[RECORD]}
+
+    def verify(self, left: CompilationPhase) -> None:
+        """Raises Malformed."""
+        for graph, (inputs, outputs) in _graphs(left):
+            if isinstance(left, TracedModel) and left.joint is None:
+                verify_order(graph)
+            elif self._has_changed(graph) or self.ports[graph] != (inputs, outputs):
+                if len(set(inputs)) < len(inputs) or len(set(outputs)) < len(outputs):
+                    raise MalformedGraph("two of its ports are one")
+                verify_graph(graph, len(inputs), len(outputs), left.sizes if isinstance(left, LoweredProgram) else None, self.records)
+        if isinstance(left, LoweredProgram) and left.pipeline is not None:
+            _verify_ranks({name: stage.graph for name, stage in left.stages.items()}, left.pipeline.schedule.ranks)
+
+    def _has_changed(self, graph: Graph) -> bool:
+        before, now = self.nodes.get(graph, ()), _parts(graph)
+        self.left[graph] = now
+        return len(before) != len(now) or not all(map(is_, before, now))
+
+
+RECORD: Final = slice(4, None, 5)
+"""Where records stand among the parts."""
+
+
+def _parts(graph: Graph) -> list[object]:
+    """Each node, with what a pass may put in the place of another."""
+    return [part for node in graph.nodes for part in (node, node.args, node.kwargs, node.target, node.meta.get(KEY))]
+
+
+def _graphs(phase: CompilationPhase) -> Iterator[tuple[Graph, Ports]]:
+    """What passes write into, with its ports."""
+    if isinstance(phase, LoweredProgram):
+        yield from ((stage.graph, (stage.inputs, stage.outputs)) for stage in phase.stages.values())
+    elif isinstance(phase, TracedModel | PlacedModel) and (joint := phase.joint) is not None:
+        yield joint.graph, (joint.inputs, joint.outputs)
+    elif isinstance(phase, TracedModel):
+        modules = (phase.model.module, *phase.model.module.children())
+        yield from ((module.graph, ((), ())) for module in modules if isinstance(module, GraphModule))
+
+
+def _verify_ranks(graphs: Mapping[str, Graph], count: int) -> None:
+    once = [[f"{when}_{rank}" for when in ("before", "after")] for rank in range(count)]
+    verify_meetings(graphs, [[name for name in names if name in graphs] for names in once])

@@ -22,7 +22,7 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import compile_program
-from meshc.passes.driver.finish_program import finish
+from meshc.passes.driver.compile_program import finish
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port

@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import bucket_order, host_values, indices, overwrites, phases, sharding_walk, storage_sharing, used_rows_readers
+from meshc.check import bucket_order, host_values, indices, overwrites, phases, sharding_walk, used_rows_readers
 from meshc.check.compiled_regions import faults as faults_of_regions
 from meshc.check.cross_stage_shardings import CrossStageShardings
 from meshc.check.inferred_sharding import without_microbatches
@@ -32,12 +32,15 @@ from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
+from meshc.ir.regions import region_of
 from meshc.ir.sharding import Sharding, is_padded, local_shape
+from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
 from meshc.ir.spmd import joins_stages
 from meshc.pipelining.pipeline_stages import slot
 from meshc.program import instance
 from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
 from meshc.program.completeness import refuse_incomplete
+from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, may_stay, writes_in_place
 from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
 from meshc.text.allowed_operators import spelling
 from meshc.text.printer import print_type
@@ -76,7 +79,7 @@ def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) 
             found = True
             yield fault
         for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
-            for name, why in (*host_values.faults(stage), *storage_sharing.faults(stage), *used_rows_readers.faults(stage, sent)):
+            for name, why in (*host_values.faults(stage), *storage_faults(stage), *used_rows_readers.faults(stage, sent)):
                 found = True
                 yield _fault_text(stage, name, why)
         if found:
@@ -305,3 +308,36 @@ def _faults_of_parts(program: PlainProgram, runs: Mapping[tuple[str, int], int],
         if parts and odd is not None:
             yield f"the schedule runs {name} of microbatch {odd} {runs.get((name, odd), 0)} times; it gives parts of sums, of each one"
         yield from (f"the schedule leaves {key}, which nothing takes" for key in parts if key in there)
+
+
+# Storage shared by values: no read of an overwritten value, and no result in memory kept between calls.
+#
+# flat: "f32[68]; its parts inside" = aten.cat([a, b])          refused where a line reads g1, which a flattens: it lies in flat's memory
+# r: "f32[68]; over its operand" = all_reduce(flat, ...)        refused where a line reads flat beside it
+
+
+def storage_faults(stage: Stage) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it). The stage's lines are sound in themselves."""
+    written = writes_in_place(stage)
+    for node in stage.graph.nodes:
+        for word in sharing_of(node):
+            if not (word == OVER_OPERAND and node in written) and (why := _why_not(node, word)):
+                yield node.name, f"{node.name}: {word}, but {why}"
+                break
+
+
+def _why_not(node: Node, word: str) -> str:
+    if word == PARTS_INSIDE and not may_hold_its_parts(node):
+        return "that is for a cat of vectors, each made by reshape(x, [-1]) of an x that an operator has made and nothing else reads"
+    if word == OVER_OPERAND and not may_overwrite(node):
+        what = "what an operator has just made, and what nothing else reads, whatever lies in its memory"
+        return f"that is for an all-reduce of {what}; for an addition in no region to it; for an index_copy into an input that leaves so"
+    if word == KEPT and escapes(node):
+        return "it leaves the stage, or what lies in its memory does: the next call would write over a result"
+    if word == KEPT and (region := region_of(node)) is not None:
+        return f"it is in region {region}, whose memory is the compiler's"
+    if word == KEPT and not may_stay(node):
+        return "that is for a product that is only reduced in place, and for a cat that has its parts inside"
+    if word == KEPT and may_hold_its_parts(node) and PARTS_INSIDE not in sharing_of(node):
+        return "its parts are not inside: a cat makes fresh memory otherwise"
+    return ""

@@ -197,7 +197,7 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
 
 
 SHAPED: Final = (aten.reshape.default, aten.slice.Tensor, aten.cat.default)
-"""Operators between rows and their exchange: they change the shape, or add the rows' weights (`passes/lower/dispatch_weights.py`)."""
+"""Operators between rows and their exchange: they change the shape, or add the rows' weights (`passes/lower/dispatch_and_combine.py`)."""
 
 
 def _through(x: object) -> Node:

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from meshc.errors import CaptureError
 from meshc.frontend import trace_errors
 from meshc.frontend.batch_norms import averaged_norms, synced_norms
-from meshc.frontend.data_assignments import set_data_in_place
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.grouped_calls import grouped_calls
+from meshc.frontend.in_place_changes import is_changed_later
 from meshc.frontend.inner_transforms import traced_transforms
+from meshc.frontend.inserted_calls import InsertedCalls
 from meshc.frontend.known_outcomes import known_outcomes, write_known_values
 from meshc.frontend.libraries import traceable_libraries
 from meshc.frontend.listed_experts import listed_experts
-from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.selected_rows import follow_selected_rows
-from meshc.frontend.side_effects import TraceObservations, dropped_checks_note, leave_out_checks, observe_side_effects
+from meshc.frontend.side_effects import (
+    TraceObservations,
+    dropped_checks_note,
+    erase_dead_code,
+    is_check,
+    leave_out_checks,
+    observe_side_effects,
+)
 from meshc.frontend.skipped_work import without_guards
 from meshc.frontend.sources import source_of
-from meshc.frontend.traced_adaptive import traced_adaptive
-from meshc.frontend.traced_ctc import targets_in_rows, traced_ctc
 from meshc.frontend.traced_distributions import traced_distributions
 from meshc.frontend.traced_gradients import traced_gradients
 from meshc.ir import trees
+from meshc.ir.nodes import Source
+from meshc.ops import ctc
+from meshc.private import AdaptiveOutput
 from meshc.replacements import replace_targets
 
 
@@ -104,3 +115,238 @@ def each_tensor_once() -> Iterator[None]:
 
     with replace_targets(autograd_function_call=check_and_call):
         yield
+
+
+# Causal-mask hint of `nn.Transformer`, which a trace cannot compute from a mask's values.
+#
+#     nn.Transformer()(src, tgt, tgt_mask=mask)    torch compares the values of the mask with a causal one's, to choose kernels
+#
+# The answer is a hint beside the mask, and the mask is applied in any case: without the hint the result is the same. meshc itself finds out
+# whether a mask is causal, from the operators that computed it (`passes/trace/fold_masks.py`).
+
+
+@contextmanager
+def unhinted_masks() -> Iterator[None]:
+    """A context in which the hint is the caller's `is_causal`, and False where none was given."""
+    with replace_targets(causal_hint=_caller_hint):
+        yield
+
+
+def _caller_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
+
+
+# `nn.AdaptiveLogSoftmaxWithLoss` in a traced model: each cluster of classes on all rows, with a mask of those whose target is in it.
+#
+#     rows = mask.nonzero().squeeze();  if rows.numel() == 0: continue          per_row = log_softmax(tail(where(mask, input, 0)))
+#     output.index_copy_(0, rows, log_softmax(tail(input[rows])) ...)           output = where(mask, per_row ..., output)
+#
+# torch gives each tail the rows of its own cluster, whose number is data, and skips a cluster without rows: it has no gradient then, and
+# zeros here, which an update skips by the same mask (`passes/trace/append_update.py`). torch checks for targets outside of all classes; a
+# program does not.
+
+
+@contextmanager
+def traced_adaptive() -> Iterator[None]:
+    """A context in which such a module has no sizes that targets decide."""
+    with replace_targets(adaptive_loss=loss_of_clusters, adaptive_prediction=likeliest):
+        yield
+
+
+def loss_of_clusters(self: Any, input_: Tensor, target_: Tensor) -> Any:
+    batched = target_.dim() > 0
+    x, target = (input_, target_) if batched else (input_.unsqueeze(0), target_.unsqueeze(0))
+    if target.dim() != 1 or x.dim() != 2 or x.size(0) != target.size(0):
+        raise RuntimeError(f"a row of the input for each target: {list(input_.size())} and {list(target_.size())}")
+    output = x.new_zeros(target.size(0))
+    column = torch.where(target < self.shortlist_size, target, 0)
+    for i, tail in enumerate(self.tail):
+        low, high = self.cutoffs[i], self.cutoffs[i + 1]
+        mask = (target >= low) & (target < high)
+        logs = F.log_softmax(tail(torch.where(mask.unsqueeze(1), x, 0)), dim=1)
+        own = logs.gather(1, torch.where(mask, target - low, 0).unsqueeze(1)).squeeze(1)
+        output = torch.where(mask, own, output)
+        column = torch.where(mask, self.shortlist_size + i, column)
+    output = output + F.log_softmax(self.head(x), dim=1).gather(1, column.unsqueeze(1)).squeeze(1)
+    return AdaptiveOutput(output if batched else output.squeeze(0), (-output).mean())
+
+
+def likeliest(self: Any, input: Tensor) -> Tensor:
+    head = self.head(input)
+    found = torch.argmax(head, dim=1)
+    return torch.where(found < self.shortlist_size, found, torch.argmax(self._get_full_log_prob(input, head), dim=1))
+
+
+# Assignments to `x.data` in a trace, as copies in place.
+#
+#     key.data = key.data * m + query.data * (1 - m)          set_(key, y)          key.data.copy_(y)
+#
+# On one device x shares the memory of y from there on, and earlier views of x keep the old memory. Where the trace shows neither, the copy
+# means the same; else the line is refused.
+
+
+_AUTOGRAD: Any = torch._C._autograd
+DATA: Final = (_AUTOGRAD._get_data_attr, "detach", torch.detach)
+"""Calls whose result shares the memory of their operand, without being a view for torch."""
+COUNTED: Final = "_lower_version_count_by_1"
+"""Dynamo's call after such a write, by which torch's version counter ignores it."""
+
+
+def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) -> None:
+    """Rewrite the assignments of a trace in place. Raises CaptureError."""
+    setters = [node for node in module.graph.nodes if node.target is Tensor.set_ and len(node.args) == 2]
+    if not setters:
+        return
+    written = InsertedCalls(module)
+    for node in setters:
+        x, y = node.args
+        if (why := _shared(module, node, x, y)) is not None:
+            raise CaptureError(
+                f"the model sets the .data of a tensor, {why}\n  in your model: {source_of(node)}\n"
+                "  why: the tensor has the memory of another from there on, and a program's tensors have each their own\n"
+                "  what to do: write the values, as in x.data.copy_(y), in the place of x.data = y"
+            )
+        written._call(node, "copy_", written._call(node, DATA[0], x), y)
+        node.replace_all_uses_with(x)
+        for user in [user for user in x.users if getattr(user.target, "__name__", "") == COUNTED]:
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
+    """Why a copy would mean something else; None if it means the same."""
+    held_there = getattr(module, str(x.target), None) if x.op == "get_attr" else None
+    shape = x.meta["example_value"].shape  # that of the assigned value
+    if isinstance(held_there, Tensor) and held_there.shape != shape:
+        return f"of shape {list(held_there.shape)}, to one of shape {list(shape)}"
+    behind = False
+    later = set[Node]()
+    for one in module.graph.nodes:
+        behind = behind or one is node
+        later |= {one} if behind else set()
+    held = [one for one in module.graph.nodes if one.op in ("get_attr", "placeholder") and one is not x]
+    if any(_memory(one) == _memory(y) for one in held if isinstance(one.meta.get("example_value"), Tensor)):
+        return "to the memory of another tensor that it holds or is given"
+    if is_changed_later(y) or any(user is not node and user in later for user in y.users):
+        return "and goes on to use what it is set to"
+    if any(user in later for view in _views(x) for user in view.users):
+        return "and goes on to use a view of what it was"
+    return None
+
+
+def _views(x: Node) -> Iterator[Node]:
+    value = x.meta["example_value"]
+    for user in x.users:
+        made = user.meta.get("example_value")
+        if made is not value and isinstance(made, Tensor) and (user.target in DATA or made._base is value):
+            yield user
+            yield from _views(user)
+
+
+def _memory(node: Node) -> int:
+    return int(node.meta["example_value"].untyped_storage()._cdata)
+
+
+# `torch.nn.functional.ctc_loss` in a traced model: one operator, with each row's targets as a row.
+#
+#     loss = F.ctc_loss(log_probs, labels.masked_select(labels >= 0), frames, (labels >= 0).sum(-1))
+#       becomes
+#     loss = mean of meshc.ctc_loss(log_probs, chosen_in_front(labels, labels >= 0), frames, (labels >= 0).sum(-1)) by row
+#
+# Stock speech models select the targets of all rows into one list, whose length no program can have; by the mask of that selection they are
+# moved to the front of their rows. Targets that are passed as a list are put into rows by their lengths.
+
+
+@contextmanager
+def traced_ctc() -> Iterator[None]:
+    """A context in which the loss is `meshc::ctc_loss`; stock models choose cuDNN's kernels around it, or none, which is not traced.
+
+    Dynamo looks torch's functions up by name, once, and would take the replacement for torch's own: the lookup is done before.
+    """
+    from meshc.private import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+    with replace_targets(ctc_loss=ctc.loss_of_rows, cudnn_flags=_as_they_are):
+        yield
+
+
+def _as_they_are(*args: object, **kwargs: object) -> nullcontext[None]:
+    return nullcontext()
+
+
+def targets_in_rows(module: GraphModule) -> None:
+    """Give each such loss of a torch-level graph its targets in rows. A loss whose targets are selected in another way is left as it is."""
+    for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
+        for node in body.graph.nodes:
+            if getattr(node.target, "overloadpacket", node.target) is torch.ops.meshc.ctc_loss:
+                _in_rows(node)
+        body.recompile()
+
+
+def _in_rows(loss: Node) -> None:
+    _, targets, _, lengths, *_ = loss.args
+    assert isinstance(targets, Node) and isinstance(lengths, Node)
+    if _value(targets).dim() == 2:
+        return
+    picked = _mask_selection(targets)
+    with loss.graph.inserting_before(loss):
+        if picked is not None and _counts(lengths, picked[1]):
+            rows = _call(loss, ctc.chosen_in_front, *picked)
+        elif isinstance(_value(targets).shape[0], int):
+            rows = _call(loss, ctc.rows_of_list, targets, lengths)
+        else:
+            return
+    loss.replace_input_with(targets, rows)
+    _forget_with_checks(targets)
+
+
+def _forget_with_checks(targets: Node) -> None:
+    """Erases a list that only torch's assertions on its size still read."""
+    found = {targets: None}
+    for node in targets.graph.nodes:
+        if any(one in found for one in node.all_input_nodes):
+            found[node] = None
+    if all(node.users or node is targets or is_check(node) for node in found):
+        for node in reversed([*found][1:]):
+            node.graph.erase_node(node)
+        erase_dead_code(targets)
+
+
+def _call(loss: Node, function: Callable[..., Any], *args: Node) -> Node:
+    made = loss.graph.call_function(function, args)
+    made.meta |= {key: loss.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in loss.meta}
+    return made
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _mask_selection(targets: Node) -> tuple[Node, Node] | None:
+    """(x, mask) of a list selected by `x.masked_select(mask)` or `x[mask]`, if both are [rows, s]; None for any other list."""
+    name = getattr(targets.target, "__name__", targets.target)
+    if name not in ("masked_select", "getitem") or len(targets.args) != 2:
+        return None
+    x, mask = targets.args
+    if isinstance(mask, tuple) and len(mask) == 1:
+        (mask,) = mask
+    if not isinstance(x, Node) or not isinstance(mask, Node) or _value(mask).dtype != torch.bool:
+        return None
+    return (x, mask) if _value(x).dim() == 2 and _value(x).shape == _value(mask).shape else None
+
+
+def _counts(lengths: Node, mask: Node) -> bool:
+    """Whether `lengths` is the number of true entries in each row of `mask`."""
+    while _is_cast(lengths):
+        lengths = lengths.all_input_nodes[0]
+    if getattr(lengths.target, "__name__", lengths.target) != "sum":
+        return False
+    dim = lengths.args[1] if len(lengths.args) > 1 else lengths.kwargs.get("dim", lengths.kwargs.get("axis"))
+    return lengths.args[0] is mask and dim in (-1, 1, (-1,), (1,), [-1], [1]) and not lengths.kwargs.get("keepdim", False)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a call keeps the numbers and their order."""
+    name = getattr(node.target, "__name__", node.target)
+    return name in ("to", "long", "int", "contiguous", "reshape") and _value(node).dim() == _value(node.all_input_nodes[0]).dim()

@@ -8,7 +8,7 @@
 Dynamo writes transforms out as calls of the graph, which AOTAutograd runs like any others. meshc's operators have no rules for transforms:
 no batched form, no tangents, and only autograd's gradients. So calls within transforms stay torch's own, which torch decomposes into
 operators that have all of these. Random calls there, and attention, whose fast kernels have no second derivative, are in
-`passes/trace/transformed_calls.py`.
+`passes/trace/raise_ops.py`.
 """
 
 from __future__ import annotations

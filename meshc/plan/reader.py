@@ -6,15 +6,31 @@ import importlib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME, RESERVED
-from meshc.plan import operator_pins
+from meshc.ir.nodes import PHASES
 from meshc.plan.chunk_lines import ChunkLine, read_chunk_line
 from meshc.plan.cursor import FACTOR, GLOB, Line, PlanLineFault
-from meshc.plan.entries import AUTO, STORES, AxisEntry, FactorTerm, OperatorPin, Pin, PinDim, PinFactor, StoreLine, duplicates
+from meshc.plan.entries import (
+    AUTO,
+    NOTHING,
+    PARTIAL,
+    PENDING,
+    STORES,
+    AxisEntry,
+    FactorTerm,
+    OperatorPin,
+    OperatorSplit,
+    Pin,
+    PinDim,
+    PinFactor,
+    StoreLine,
+    duplicates,
+)
 from meshc.plan.offload_lines import OffloadLine, read_offload_line
 from meshc.plan.plan_faults import refuse_faults, suggest
 from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
@@ -146,8 +162,8 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
             continue
         try:
             if line.accept(_PIN) is not None:
-                if line.accept(operator_pins.BEGIN) is not None:
-                    operators.append(operator_pins.read_operator_pin(line, number))
+                if line.accept(BEGIN) is not None:
+                    operators.append(read_operator_pin(line, number))
                 else:
                     pins.append(_read_pin(line, number))
             elif line.accept(r"remat\b") is not None:
@@ -296,3 +312,72 @@ def _read_dim(line: Line, again: bool) -> PinDim:
             line.fail(f"`{factor}!` is kept whole, so no axis splits it: drop the ! or the axis", start)
         parts.append(PinFactor(factor, tuple(axes), whole))
     return PinDim(tuple(parts))
+
+
+# Parser of operator pins: the rest of a plan line after `pin op:`.
+#
+# lm_head/backward/mm.2: batch/dp, hidden[2]/cp, -/tp, partial/sp
+
+
+BEGIN: Final = re.compile(r"op:(?=[\w.*?\[\]!/-]*\s*:)")
+"""Beginning of an operator pin, as opposed to the pin of a parameter named `op`."""
+_GLOB: Final = re.compile(r"[\w.*?\[\]!/-]+")
+_NUMBER: Final = re.compile(r"\[[1-9]\d{0,3}\]")
+
+
+def read_operator_pin(line: Line, number: int) -> OperatorPin:
+    names = "a pin of operators names MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR, as in `op:lm_head/backward/mm`; * is any text"
+    start = line.at
+    pattern = line.expect(_GLOB, names)
+    parts = pattern.split("/")
+    if len(parts) > 3 or not all(parts[1:]) or pattern == "/":
+        line.fail(names, start)
+    if len(parts) > 1 and not any(fnmatchcase(phase, parts[1]) for phase in PHASES):
+        line.fail(f"{parts[1]} is no phase{suggest(parts[1], PHASES)}; {names}", start)
+    line.expect(":", f"after the pattern comes a colon, then what axes do: `pin op:{pattern}: batch/dp, -/tp`")
+    splits: list[OperatorSplit] = []
+    others: dict[str, list[str]] = {NOTHING: [], PARTIAL: []}
+    seen: set[str] = set()
+    while not seen or line.accept(","):
+        at = line.at
+        factor, which = _read_split_factor(line)
+        if any((split.factor, split.number) == (factor, which) for split in splits):
+            line.fail(f"{factor} is there twice: write its axes one after the other, `{factor}/dp/tp`", at)
+        axes = _read_split_axes(line, factor, seen)
+        if factor in others:
+            others[factor] += axes
+        else:
+            splits.append(OperatorSplit(factor, tuple(axes), which))
+    if not line.is_at_end:
+        line.fail("separate what axes do by `,`, axes by `/`")
+    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), number, line.text.strip())
+
+
+def _read_split_factor(line: Line) -> tuple[str, int]:
+    """A factor with its number among factors of that name, or a word in a factor's place."""
+    says = "a pin of operators says what axes do: FACTOR/AXIS, -/AXIS for nothing, partial/AXIS for sums that wait, as in `batch/dp, -/tp`"
+    start = line.at
+    if line.accept(rf"{NOTHING}(?=\s*/)") is not None:
+        return NOTHING, 1
+    factor = line.expect(FACTOR, says)
+    factor = PARTIAL if factor == PENDING else factor
+    if factor in (AUTO, "_"):
+        line.fail(f"{factor} is no factor: an axis that is left open is left out", start)
+    which = None if factor == PARTIAL else line.accept(_NUMBER)
+    if line.accept("!") is not None:
+        line.fail("say it of an axis: `-/AXIS` is an axis that splits nothing", start)
+    if not line.text.startswith("/", line.at):
+        line.fail(f"a mesh axis follows, as in `{factor}/tp`: {says}", line.at)
+    return factor, int(which[1:-1]) if which else 1
+
+
+def _read_split_axes(line: Line, factor: str, seen: set[str]) -> list[str]:
+    axes: list[str] = []
+    while line.accept("/"):
+        start = line.at
+        axis = line.expect(NAME, f"a mesh axis follows `/`, as in `{factor}/tp`")
+        if axis in seen:
+            line.fail(f"{axis} is there twice: an axis does one thing in an operator", start)
+        seen.add(axis)
+        axes.append(axis)
+    return axes

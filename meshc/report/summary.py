@@ -370,7 +370,7 @@ def _notes(program: PlainProgram) -> str:
 
 
 class Names(Protocol):
-    """`of`: class -> name, `also`: class -> all its names (`meshc.passes.place.name_factors`)."""
+    """`of`: class -> name, `also`: class -> all its names (`meshc.passes.place.find_factors`)."""
 
     @property
     def of(self) -> Mapping[int, str]: ...

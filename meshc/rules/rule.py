@@ -43,7 +43,7 @@ ROLES: Final[Mapping[str, str]] = {
     "experts": "routed experts, or groups of them: of these a row's choice names one",
     "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
 }
-"""Roles of letters in a model, by which `place/name_factors.py` finds the factors that a plan calls `heads`, `ffn` or `vocab`."""
+"""Roles of letters in a model, by which `place/find_factors.py` finds the factors that a plan calls `heads`, `ffn` or `vocab`."""
 
 
 def all_operands(count: int) -> Positions:

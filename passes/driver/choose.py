@@ -31,25 +31,29 @@ from typing import Final
 from meshc.cost.devices import devices_of
 from meshc.frontend.faults import phase as part
 from meshc.passes import pipeline
+from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import budget_errors, no_faster_plan
-from meshc.passes.driver.choice_text import restore_request, with_plan_text
 from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
 from meshc.passes.driver.no_faster_plan import NoFasterPlan
 from meshc.passes.driver.pipeline_search import SLOWER, may_recompute
 from meshc.passes.driver.priced_recipes import PricedRecipe, price_recipes, propagate_recipes, recipes_for, with_plan
-from meshc.passes.pass_runner import run_pass
+from meshc.passes.pass_runner import run_pass, run_passes
+from meshc.passes.phases.captured_depth import Depth
+from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.merge_layers import Line, merge_layers
 from meshc.passes.planner.overlap import HIDDEN
 from meshc.passes.planner.overlap_clock import overlapped_seconds
 from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.search_space import Option
+from meshc.passes.planner.write_plan import difference, write_plan
 from meshc.passes.stages.pipeline_memory import may_hold
-from meshc.plan.plan import open_axes
+from meshc.plan.plan import Plan, open_axes
 from meshc.plan.plan_candidate import PlanCandidate
 
 BEST: Final = 3
@@ -332,3 +336,41 @@ def _estimated_seconds(found: FoundChoice) -> float:
 def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> PlanCandidate:
     seconds = float(found.model.seconds(found.pick))
     return PlanCandidate(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))
+
+
+# Choices of a search beside the plan text that says them: compiled from both, a program is the plan's own.
+
+
+def with_plan_text(placed: PlacedModel, axes: Sequence[str], choices: AxisChoices) -> PlacedModel:
+    """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
+    decided = run_passes(pipeline.PLACE, replace(placed, choices=choices))
+    plan = _expand_layers(write_plan(decided, axes), placed.plan, placed.depth)
+    found = difference(replace(decided, plan=plan))
+    if found:
+        return replace(placed, choices=choices).with_notes(_no_text_note(axes, found))
+    return replace(placed.with_request(replace(placed.request, plan=plan)), choices=choices)
+
+
+def restore_request(lowered: LoweredProgram, placed: PlacedModel, axes: Sequence[str]) -> LoweredProgram:
+    """Of choices, under the request as it was, with the plan that says them; in parts of a batch, too, it must come to the same."""
+    if lowered.placed.choices is None:
+        return lowered
+    lowered = replace(lowered, request=replace(lowered.request, plan=placed.request.plan))
+    if lowered.sizes == placed.sizes or lowered.plan == placed.plan:
+        return lowered
+    found = difference(lowered.placed)
+    return replace(lowered, plan=placed.plan).with_notes(_no_text_note(axes, found)) if found else lowered
+
+
+def _expand_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
+    """A plan of what was captured, said of the whole model's layers. `given`: lines that name these already."""
+
+    def whole(lines: Sequence[Line], known: Sequence[Line]) -> tuple[Line, ...]:
+        found = [replace(line, pattern=name) for line in lines if line not in known for name in whole_names(depth, line.pattern)]
+        return (*known, *merge_layers(found))
+
+    return plan.having(plan.axes, whole(plan.stores, given.stores), whole(plan.operators, given.operators))
+
+
+def _no_text_note(axes: Sequence[str], why: str) -> str:
+    return f"{', '.join(axes)}: what was found has no text, and is in this program alone: {why}"

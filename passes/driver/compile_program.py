@@ -15,12 +15,12 @@ from meshc.frontend.compilation_cleanup import clean_up_compilation
 from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.faults import phase as part
 from meshc.frontend.skipped_work import fewer_collections
+from meshc.ir import calls
 from meshc.lazy_module import LazyModule
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.axes_by_heads import split_axes_by_heads
 from meshc.passes.driver.compile_at_depth import is_depth_valid, run_at_depth
-from meshc.passes.driver.finish_program import finish
 from meshc.passes.driver.joined_batch import run_with_joined_batch
 from meshc.passes.driver.pass_memo import PassMemo, run_before_recompute, run_to_partition
 from meshc.passes.pass_runner import run_pass, run_passes
@@ -31,13 +31,15 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import Joint, TracedModel
+from meshc.passes.place import axis_flops
 from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
 from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_group_counts import splits
 from meshc.plan.plan import open_axes
 from meshc.program import instance
-from meshc.program.program import PlainProgram
+from meshc.program.program import Info, PlainProgram
+from meshc.text.allowed_operators import refusal, spelling
 
 if TYPE_CHECKING:
     from meshc.passes.driver import budget_errors, choose, nothing_fits, pass_replay, pipeline_search, within_budget
@@ -291,3 +293,45 @@ def specialise_backward(program: PlainProgram, left: LoweredProgram, received: C
         inputs=tuple(port for port in program.inputs if port.kind != "tangent" or port.name in received),
         outputs=tuple(port for port in program.outputs if port.kind != "gradient" or port.key in backward.outputs),
     )
+
+
+# Final program of a compilation, with its notes and metadata.
+
+
+def finish(lowered: LoweredProgram) -> PlainProgram:
+    """The program that the phases have come to."""
+    request, placed = lowered.request, lowered.placed
+    model = lowered.model
+    return replace(
+        lowered.as_program(),
+        notes=[*lowered.notes, *_unsavable_notes(lowered)],
+        dynamic=placed.traced.dynamic,
+        constraints=placed.traced.constraints,
+        info={
+            "output_paths": model.output_tree.paths(), "random_calls": model.random_calls,
+            "inputs": request.inputs, "outputs": request.outputs,
+            "work": [row.plain() for row in axis_flops.with_divided(axis_flops.account(placed), lowered.divided)],
+            **({"batch_mix": request.batch_mix} if lowered.parts is not None else {}),
+            **_pipeline_info(lowered),
+        },
+    )  # fmt: skip
+
+
+def _pipeline_info(lowered: LoweredProgram) -> Info:
+    """What compiling a pipeline again takes; of a function the schedule that it has made."""
+    request, pipeline = lowered.request, lowered.pipeline
+    if pipeline is None:
+        return {}
+    given = request.options.pipeline
+    made = given.schedule if given.schedule is None or isinstance(given.schedule, str) else str(pipeline.schedule)
+    asked: Info = {"schedule": made, "pp_splits": list(given.splits or ())}
+    if given.stages_per_rank is not None:
+        asked["stages_per_rank"] = given.stages_per_rank
+    return asked
+
+
+def _unsavable_notes(lowered: LoweredProgram) -> list[str]:
+    """A note for each operator that a saved program may not name."""
+    targets = {node.target for stage in lowered.stages.values() for node in calls(stage.graph)}
+    why = "is no operator that a saved program may name: this one runs here and cannot be saved"
+    return [f"{name} {why}" for name in sorted(spelling(target) for target in targets if refusal(target) is not None)]

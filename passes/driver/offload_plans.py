@@ -5,8 +5,8 @@
     and state                880 ms, 5.3 GB there                   taken: with room for values, less is recomputed
     and parameters           902 ms, 6.4 GB there
 
-Of values that backward reads `passes/memory/host_trade.py` decides one by one; for state and parameters there are lines of a plan that
-nobody wrote. The clock says what is taken.
+Of values that backward reads `passes/memory/recompute_within_budget.py` decides one by one; for state and parameters there are lines of a
+plan that nobody wrote. The clock says what is taken.
 """
 
 from __future__ import annotations

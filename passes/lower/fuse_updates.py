@@ -83,7 +83,7 @@ def _update_parts(all_members: list[Node], places: UpdatePlaces | None, limit: i
 
 
 def _keeps_old_value(member: Node) -> bool:
-    """Whether the old value is read after the update, as for experts that no token chose (`passes/trace/keep_unchosen.py`)."""
+    """Whether the old value is read after the update, as for experts that no token chose (`passes/trace/append_update.py`)."""
     written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}
     chosen = [user for x in held for user in x.users if user.target is torch.ops.aten.where.self and user.args[2] in held]

@@ -10,20 +10,32 @@ First the entries by which most operators do what is decided; then pins for thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from torch.fx import Node
 
 from meshc.errors import PlanError
+from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.annotate import annotate
-from meshc.passes.place.assign import assign
-from meshc.passes.planner.choose_entries import choose_entries
+from meshc.passes.place.assign import assign, propagator
+from meshc.passes.place.interests import Interest, in_region, interests
+from meshc.passes.place.operator_names import named_operators
+from meshc.passes.place.propagate import Decision, Propagator
+from meshc.passes.place.storage import CLAUSE
 from meshc.passes.planner.choose_pins import choose_pins
-from meshc.passes.planner.choose_stores import choose_stores
+from meshc.passes.planner.cover_patterns import cover_patterns
+from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
 from meshc.passes.planner.needed_pins import find_needed_pins
-from meshc.plan.entries import AxisEntry
+from meshc.plan.entries import STORES, AxisEntry, FactorTerm, PinDim, PinFactor, StoreLine
 from meshc.plan.plan import Plan
+from meshc.plan.recipes import RECIPES
 
 
 def write_plan(placed: PlacedModel, axes: Sequence[str]) -> Plan:
@@ -77,3 +89,281 @@ def _difference(one: Assignment, other: Assignment) -> str:
 
 def _shardings_text(wanted: Sequence[object]) -> str:
     return ", ".join(map(str, wanted))
+
+
+# Store clauses and store lines for a known storage: the clauses that leave fewest lines.
+
+
+Clauses: TypeAlias = "dict[str, tuple[str, ...]]"
+"""By axis, what is stored split along it."""
+KNOWN: Final[tuple[tuple[str, ...], ...]] = ((), STORES[2:], STORES[1:], STORES)
+"""Nothing, and what zero1, zero2 and fsdp store."""
+ROUNDS: Final = 2
+"""Looks at each axis."""
+
+
+def choose_stores(walked: Propagator, wanted: Storage, axes: Sequence[str], given: Clauses) -> tuple[Clauses, tuple[StoreLine, ...]]:
+    """Clauses for the axes, and the lines that say the rest.
+
+    walked  under the choices, so that the first use of each parameter is known
+    given   the clauses of the plan's other axes
+    """
+    clauses: Clauses = dict.fromkeys(axes, ())
+
+    def lines(tried: Clauses) -> tuple[StoreLine, ...]:
+        both = {axis: row for axis, row in (given | tried).items() if row}
+        ordered = {axis: both[axis] for axis in walked.axes if axis in both}
+        return storage_lines(wanted, {key: _stored_sharding(walked, *key, ordered) for key in wanted})
+
+    for _ in range(ROUNDS if len(axes) > 1 else 1):
+        for axis in axes:
+            tries = [clauses | {axis: row} for row in KNOWN]
+            clauses = min(tries, key=lambda tried: (len(lines(tried)), sum(map(len, tried.values()))))
+    return clauses, lines(clauses)
+
+
+def _stored_sharding(walked: Propagator, name: str, kind: str, clauses: Clauses) -> Sharding:
+    if kind == "parameter" and name in walked.fixed:
+        return walked.storage(name, kind)
+    return walked.stored_by_plan(name, kind, clauses)
+
+
+# Axis entries for choices: for each axis the line by which most operators do without a pin what is decided.
+#
+#     dp: batch                         takes batch wherever an operator has it
+#     tp: heads@attention > batch       takes heads in attention, else batch
+#
+# What recipes say is weighed, and what is read off the choices: rank by rank the factor that is right most often, and wrong least, of what
+# the ranks before it leave. Equal operators of layers count once.
+
+
+SOURCE: Final = "the search"
+"""Who has written such an entry."""
+RANKS: Final = 4
+"""Of an entry that is read off choices."""
+EACH: Final = 3
+"""Members of a class of equal operators that are asked."""
+REGIONS: Final = (None, "attention", "products")
+UNNAMED: Final = re.compile(r"f\d+")
+"""Factors without a name of their own, whose numbers go by the layers."""
+
+
+def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEntry]:
+    """One for each of the axes. `placed` has been annotated and has choices."""
+    operators = _sample_operators(placed)
+    nodes = set(operators)
+    idle = {axis: (Interest(axis, {}),) for axis in axes}
+    rows = compare_entries(placed, nodes, idle)
+    found = {axis: _candidates(placed, axis, rows[axis]) for axis in idle}
+    asks = {axis: tuple(interests(Plan.of([entry]), placed.names, [axis])[axis] for entry in each) for axis, each in found.items()}
+    missed = compare_entries(placed, nodes, asks)
+    return {axis: _best(each, missed[axis], operators) for axis, each in found.items()}
+
+
+def _sample_operators(placed: PlacedModel) -> dict[Node, str]:
+    """A few members of each class of equal operators, with what the class is called."""
+    members: dict[str, list[Node]] = {}
+    for name, instance in named_operators(placed).items():
+        members.setdefault(operator_of_layers(name), []).append(instance.node)
+    return {node: group for group, nodes in members.items() for node in (*nodes[: EACH - 1], nodes[-1])}
+
+
+def _best(entries: Sequence[AxisEntry], rows: Sequence[EntryRow], groups: dict[Node, str]) -> AxisEntry:
+    """The entry that misses fewest classes of operators; the shortest of those."""
+    def cost(at: int) -> tuple[int, int, int]:
+        missed = {groups[row.node] for row in rows if row.missed[at]}
+        return len(missed) + len(entries[at].terms), len(str(entries[at])), at
+
+    return entries[min(range(len(entries)), key=cost)]
+
+
+def _candidates(placed: PlacedModel, axis: str, rows: Sequence[EntryRow]) -> list[AxisEntry]:
+    known = {name for names in placed.names.also.values() for name in names}
+    found = [AxisEntry(axis, source=SOURCE)]
+    for text in dict.fromkeys(text for recipe in RECIPES.values() for _, text in recipe.entries):
+        ranks = Plan(f"{axis}: {text}").axes[0].ranks
+        kept = tuple(rank for terms in ranks if (rank := tuple(term for term in terms if any(map(term.covers, known)))))
+        found.append(AxisEntry(axis, kept, source=SOURCE))
+    read: tuple[tuple[FactorTerm, ...], ...] = ()
+    for term in _read_off(placed, rows):
+        read = (*read, (term,))
+        found.append(AxisEntry(axis, read, source=SOURCE))
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class _OperatorOffer:
+    """What an operator offers, by name, and what is taken of it."""
+
+    node: Node
+    offered: frozenset[str]
+    taken: str | None
+
+
+def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]:
+    """Ranks of one factor each. An operator that does what is decided with no entry, since its operands lie so, has no say."""
+    names, instances = placed.names, placed.factors.instances
+
+    def name(instance: Instance, token: object) -> str:
+        return factor_of_layers(names.of[instance.factor[token]])  # type: ignore[index]
+
+    left: list[_OperatorOffer] = []
+    for row in rows:
+        if row.taken is not None and not row.missed[0]:
+            continue
+        instance = instances[row.node]
+        offered = frozenset(name(instance, token) for token in row.offered)
+        left.append(_OperatorOffer(row.node, offered, None if row.taken is None else name(instance, row.taken)))
+    found: list[FactorTerm] = []
+    while len(found) < RANKS:
+        terms = [
+            FactorTerm(factor, region) for factor in sorted({one.taken for one in left if one.taken is not None}) for region in REGIONS
+        ]
+        gains = {term: _gain(placed, term, left) for term in terms if not UNNAMED.fullmatch(term.factor)}
+        best = max(gains, key=lambda term: (gains[term], term.region is None, str(term)), default=None)
+        if best is None or gains[best] <= 0:
+            break
+        found.append(best)
+        left = [one for one in left if not _matches_term(placed, best, one)]
+    return found
+
+
+def _matches_term(placed: PlacedModel, term: FactorTerm, one: _OperatorOffer) -> bool:
+    return term.factor in one.offered and (term.region is None or in_region(one.node, term.region, placed.names))
+
+
+def _gain(placed: PlacedModel, term: FactorTerm, left: Sequence[_OperatorOffer]) -> int:
+    return sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
+
+
+# Candidate entries of an axis, compared at each operator with what is decided, all other operators and axes doing that.
+
+
+@dataclass(frozen=True)
+class EntryRow:
+    """One operator, on its way along one axis.
+
+    offered  the tokens that the axis could split;  taken  the one that it does, or None
+    missed   which of the entries that are weighed would have it do something else
+    """
+
+    node: Node
+    offered: tuple[Token, ...]
+    taken: Token | None
+    missed: tuple[bool, ...]
+
+
+class EntryComparison(Propagator):
+    """
+    asks  by axis, what the entries that are weighed let it take;  nodes  the operators that are asked
+    rows  by axis
+    """
+
+    asks: Mapping[str, tuple[Interest, ...]]
+    nodes: set[Node]
+    rows: dict[str, list[EntryRow]]
+
+    def decision(self, instance: Instance) -> Decision:
+        wanted = super().decision(instance)
+        if instance.node in self.nodes:
+            for axis, interests in self.asks.items():
+                self.rows[axis].append(self._row(instance, axis, interests, wanted))
+        return wanted
+
+    def _row(self, instance: Instance, axis: str, interests: tuple[Interest, ...], wanted: Decision) -> EntryRow:
+        told = self.directive(instance.node)
+        others = told.along([each for each in told.axes if each != axis])
+        own, missed = self.interest, []
+        for interest in interests:
+            self.interest = {**own, axis: interest}
+            missed.append(not _is_same_up_to_order(self.decide(instance, others), wanted))
+        self.interest = own
+        offered = tuple(token for token in instance.size if self._fits(instance, token, others.tokens))
+        taken = next((token for token, axes in told.tokens.items() if axis in axes), None)
+        return EntryRow(instance.node, offered, taken, tuple(missed))
+
+
+def _is_same_up_to_order(one: Decision, other: Decision) -> bool:
+    """Whether axes go to the same tokens, in whatever order, and the same is deferred: the order is that of all entries together."""
+    first, second = ({token: set(axes) for token, axes in each[0].items() if axes} for each in (one, other))
+    return first == second and one[1] == other[1]
+
+
+def compare_entries(placed: PlacedModel, nodes: set[Node], asks: Mapping[str, tuple[Interest, ...]]) -> dict[str, list[EntryRow]]:
+    """Of choices. `placed` has been annotated."""
+    found = propagator(placed, EntryComparison)
+    found.nodes, found.asks, found.rows = nodes, asks, {axis: [] for axis in asks}
+    found.assign_shardings()
+    return found.rows
+
+
+# Store lines for a known storage: the plan text that says it, as short as names allow.
+#
+#     (model.layers.0.up.weight, state)   [model.layers.0.ffn 64/tp/dp, hidden 32]
+#     (model.layers.1.up.weight, state)   [model.layers.1.ffn 64/tp/dp, hidden 32]
+#   is written as
+#     store model.layers.*.up.weight state: model.layers.*.ffn/tp/dp, _
+#
+# What the plan's other lines say already is left out; kinds that lie alike are one line, and so are parameters that one pattern matches, if
+# all that it matches lie so. Read with the plan whose storage was `given`, the lines give what was wanted.
+
+
+Storage: TypeAlias = Mapping[tuple[str, str], Sharding]
+"""(parameter, what of it: parameter, gradient or state) -> how it lies between steps."""
+_Line: TypeAlias = tuple[tuple[str, ...], tuple[PinDim, ...]]
+"""Kinds, and dims, that a line is to say of one parameter."""
+
+
+def storage_lines(wanted: Storage, given: Storage) -> tuple[StoreLine, ...]:
+    """The lines that make what would lie as `given` lie as `wanted`; both have every parameter and kind."""
+    known = {name: _StoredParameter(name, wanted, given) for name, _ in wanted}
+    needed: dict[_Line, list[str]] = defaultdict(list)
+    for name, each in known.items():
+        for need in each.needs:
+            needed[need].append(name)
+    place = {name: at for at, name in enumerate(known)}
+    found: list[tuple[int, str, StoreLine]] = []
+    for (kinds, dims), names in needed.items():
+        right = [name for name, each in known.items() if each.agrees(kinds, dims)]
+        for pattern in cover_patterns(names, right, list(known)):
+            line = StoreLine(pattern, dims, kinds)
+            found.append((min(place[name] for name in names if line.matches(name)), str(line), line))
+    return tuple(line for *_, line in sorted(found, key=lambda one: one[:2]))
+
+
+class _StoredParameter:
+    """How one parameter lies, as lines would say it.
+
+    dims   by kind;  open  likewise, where nothing need be said of what is whole
+    needs  the lines that it cannot do without
+    """
+
+    def __init__(self, name: str, wanted: Storage, given: Storage) -> None:
+        exact = any(not given[name, kind].split_axes() <= wanted[name, kind].split_axes() for kind in CLAUSE)
+        self.dims = {word: _dims(wanted[name, kind], exact) for kind, word in CLAUSE.items()}
+        self.open = {word: _dims(wanted[name, kind], False) for kind, word in CLAUSE.items()}
+        self.lies = {word for kind, word in CLAUSE.items() if wanted[name, kind] == given[name, kind]}
+        changed = dict.fromkeys(dims for word, dims in self.dims.items() if word not in self.lies)
+        self.needs = [(tuple(word for word, each in self.dims.items() if each == dims), dims) for dims in changed]
+
+    def agrees(self, kinds: Sequence[str], dims: tuple[PinDim, ...]) -> bool:
+        """Whether a line says what is so, be it needless."""
+        return all(dims == self.dims[word] or (word in self.lies and dims == self.open[word]) for word in kinds)
+
+
+def _dims(lies: Sharding, exact: bool) -> tuple[PinDim, ...]:
+    """Each dim's factors with the axes that split them. Those without are left open if all axes that could split them split others."""
+    return tuple(_dim(parts, exact) for parts in lies.dims)
+
+
+def _dim(parts: Sequence[Part], exact: bool) -> PinDim:
+    """A factor after which another of its name is split is mentioned, so that the other is known for the second."""
+    names = [factor_of_layers(part.factor) for part in parts]
+    split = [name for name, part in zip(names, parts, strict=True) if part.axes]
+    said = []
+    for at, (name, part) in enumerate(zip(names, parts, strict=True)):
+        if part.axes or exact:
+            said.append(PinFactor(name, part.axes, whole=not part.axes))
+        elif name in split and any(later == name and other.axes for later, other in zip(names[at + 1 :], parts[at + 1 :], strict=True)):
+            said.append(PinFactor(name))
+    return PinDim(tuple(said))

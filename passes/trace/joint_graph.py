@@ -11,6 +11,8 @@ thereby synchronised). Aliases, detaches and common subexpressions that tracing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, Node
@@ -21,13 +23,11 @@ from meshc.frontend import capture
 from meshc.frontend.capture import JointGraph, TorchGraph
 from meshc.frontend.sources import module_calls, source_of
 from meshc.frontend.symbols import Symbols
-from meshc.ir import KEY, Record, is_getitem, leaves, op_name, record, records, set_record, update
+from meshc.ir import KEY, Record, is_getitem, leaves, op_name, operands, record, records, set_record, update, value_of
 from meshc.ir.graph import equal_calls, output_of, placeholders, results_of, set_results
 from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
-from meshc.passes.trace.refuse_mixed_dtypes import refuse_mixed
-from meshc.passes.trace.strides import forget_strides
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -314,3 +314,87 @@ def shapes_of(node: Node) -> list[tuple[int, ...]]:
     if SHAPE in node.meta:
         return list(node.meta[SHAPE])
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in node.meta["val"]]
+
+
+# Refusal of products whose operands differ in dtype: kernels refuse them, fake tensors do not, so a program would fail at its first call.
+#
+# mm(x: f64[4, 8], t: f32[8, 4])         refused, with the user's line: torch takes one dtype on both sides
+
+
+PRODUCTS: Final = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "mv", "dot"))
+"""Products that torch computes in one dtype, summands included."""
+
+
+def refuse_mixed(graph: Graph) -> None:
+    """Raises CaptureError that lists every forward product of several dtypes."""
+    faults = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in PRODUCTS or records(node)[0].phase != "forward":
+            continue
+        given = [_dtype_and_shape(operand) for operand in operands(node)]
+        if len({dtype for dtype, _ in given}) > 1:
+            said = " and ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for dtype, shape in given)
+            faults.append(f"{op_name(node).removeprefix('aten.')} at {str(records(node)[0].source) or 'the model itself'}: {said}")
+    if faults:
+        raise CaptureError(
+            "products of different dtypes, which torch does not compute:\n  " + "\n  ".join(faults[:4]) + "\n  "
+            "what to do: pass inputs of the parameters' dtype, cast (x.to(self.weight.dtype)), or compile under torch.autocast"
+        )
+
+
+def _dtype_and_shape(operand: Node) -> tuple[torch.dtype | None, list[int]]:
+    node, index = value_of(operand)
+    found = records(node)[index]
+    return found.dtype, list(found.shape)
+
+
+# Reshapes in place of strided views: memory layouts of a trace, as operators on values only.
+#
+#     y = as_strided(x, [4, 32, 1, 1], [32, 1, 32, 32])      becomes      y = x                     the same value under other strides
+#     y = as_strided(x, [4, 32], [32, 1])                    becomes      y = reshape(x, [4, 32])   x is contiguous, and all of it is read
+#     y = as_strided_scatter(z, x, [4, 32], [32, 1])         becomes      y = reshape(x, [128])     z has 128 elements, and all are written
+#
+# AOTAutograd emits strided views where a view of a view met autograd. Assumes the strides of the trace's fake tensors; views of a part of a
+# value, or in another order than its memory, are unchanged, and then have no rule.
+
+
+SOURCE = {aten.as_strided.default: 0, aten.as_strided_scatter.default: 1}
+"""Operator -> the argument that has the elements of its result, if all of operand 0 is covered."""
+
+
+def forget_strides(graph: Graph) -> None:
+    """In place; every node has its record and, from the trace, its fake tensor."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in SOURCE and _covers_all(node, SOURCE[node.target] + 1):
+            _reshape(graph, node, node.args[SOURCE[node.target]])
+
+
+def _covers_all(node: Node, first: int) -> bool:
+    """Whether the strided region (size, stride and offset begin at the argument `first`) is operand 0 from end to end, in its order."""
+    args: Any = node.args
+    size, stride, offset = args[first], args[first + 1], (args[first + 2] if len(args) > first + 2 else 0) or 0
+    whole = args[0].meta["val"]
+    return offset == 0 and prod(size) == whole.numel() and _dense(size, stride) and _dense(whole.shape, whole.stride())
+
+
+def _dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether memory is in the order of indices; strides of dims of size 1 are ignored."""
+    expected = 1
+    for extent, step in zip(reversed(size), reversed(stride), strict=True):
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _reshape(graph: Graph, node: Node, source: Node) -> None:
+    shape = record(node).shape
+    if record(source).shape == shape:
+        new = source
+    else:
+        with graph.inserting_before(node):
+            new = graph.call_function(aten.reshape.default, (source, list(shape)))
+        new.meta.update(node.meta)
+        set_record(new, record(node))
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.expert_loops import loop_of
-from meshc.frontend.listed_experts import formed_experts, listed_experts, looped_expert_counts, unchosen_parameters
+from meshc.frontend.listed_experts import formed_experts, listed_experts, loop_of, looped_expert_counts, unchosen_parameters
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad

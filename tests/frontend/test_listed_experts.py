@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import meshc
 from meshc import ir
 from meshc.frontend.expert_capacity import Capacity
-from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_tape import NotRows, record
-from meshc.frontend.listed_experts import formed_experts, listed_experts, unchosen_parameters
+from meshc.frontend.listed_experts import formed_experts, listed_experts, loop_of, unchosen_parameters
 from tests.broad import broad
 from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model

@@ -23,7 +23,7 @@ from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
 from meshc.passes.driver import compile_program
-from meshc.passes.driver.finish_program import finish
+from meshc.passes.driver.compile_program import finish
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram

@@ -167,11 +167,10 @@ class Scene:
 
 SCENES: Final = (
     Scene("../README.md", (0,), ranks=4),
-    Scene("../README.md", (1,), ranks=2, before=LOOP, after="assert loss > 0"),
-    Scene("../README.md", (2,), ranks=2, before=LOOP, after="""
+    Scene("../README.md", (1,), ranks=2, before=LOOP, after="""
 found = model.state_dict()
 """ + BY_DDP),
-    Scene("../README.md", (3,), ranks=4, before=LLAMA + TWO_AXES, after="""
+    Scene("../README.md", (2,), ranks=4, before=LLAMA + TWO_AXES, after="""
 assert 'dp: batch' in str(program.asked.plan) and program(**inputs) > 0
 """),
     Scene("add-a-rule.md", (1, 2, 3, 4), before="""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshc.cost.liveness import Liveness
 from meshc.cost.peak_memory import Peak, RankBytes
-from meshc.report.memory_drawing import WIDTH, draw_memory
+from meshc.report.memory_report import WIDTH, draw_memory
 
 
 def hill(forward: int, backward: int, kept: int = 1000) -> Liveness:

@@ -14,8 +14,7 @@ from meshc.check import check_program
 from meshc.ir import Record, record, set_record, spmd
 from meshc.ir.graph import descendants_of
 from meshc.ir.regions import region_of
-from meshc.passes.lower.group_regions import group_stage
-from meshc.passes.lower.levels import levels
+from meshc.passes.lower.group_regions import group_stage, levels
 from meshc.passes.lower.schedule_collectives import schedule_stage
 from meshc.program.packing import is_view
 from meshc.program.program import Stage

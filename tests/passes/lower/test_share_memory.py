@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from meshc.check.storage_sharing import faults
+from meshc.check.consistency import storage_faults as faults
 from meshc.errors import ArtifactError
 from meshc.passes.lower.share_memory import share_stage_memory
 from meshc.text.parse import parse_stage

@@ -16,7 +16,7 @@ from meshc.ir.sharding import Sharding
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.place.factorize import factorize
-from meshc.passes.place.name_factors import name_factors
+from meshc.passes.place.find_factors import name_factors
 from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Stage

@@ -13,8 +13,8 @@ from meshc.ir import op_name
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.choose_entries import choose_entries
 from meshc.passes.planner.plan_search import PlanSearch, axis_choices
+from meshc.passes.planner.write_plan import choose_entries
 from tests.passes.planner.known import Two, products, step, two
 
 OPEN = "dp: auto\ntp: auto"

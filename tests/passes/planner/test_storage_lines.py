@@ -11,7 +11,7 @@ import torch
 
 import meshc
 from meshc.ir.sharding import Part, Sharding, tile_sizes
-from meshc.passes.planner.storage_lines import Storage, storage_lines
+from meshc.passes.planner.write_plan import Storage, storage_lines
 from meshc.plan.plan import Plan
 from tests import models
 from tests.broad import broad

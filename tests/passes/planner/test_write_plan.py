@@ -16,7 +16,7 @@ from meshc.cost import peak_memory
 from meshc.optimizer.optimizer import describe
 from meshc.passes import pipeline
 from meshc.passes.driver import compile_program
-from meshc.passes.driver.finish_program import finish
+from meshc.passes.driver.compile_program import finish
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed_model import PlacedModel

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, set_record
-from meshc.passes.trace.strides import forget_strides
+from meshc.passes.trace.joint_graph import forget_strides
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshc.check.storage_sharing import faults
+from meshc.check.consistency import storage_faults as faults
 from meshc.ir.mesh import Mesh
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.text.parse import parse_stage
