@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import PlanError, StateError
-from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex
+from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex_on_cpu
 from meshc.frontend.expert_bias import refuse_without_bias
-from meshc.frontend.expert_slots import copies_per_rank, give_slots, slots_of
+from meshc.frontend.expert_placement import copies_per_rank, give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
 from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.frontend.listed_experts import looped_expert_counts
@@ -252,7 +252,7 @@ class CompileArguments:
         signature = self.traced.signature
         leaves, form = self._forms.of((args, kwargs))
         if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
-            flex.masks_as_inputs()
+            flex_on_cpu.masks_as_inputs()
             call_keys.refuse_inputs(signature, args, kwargs)
         inputs = call_keys.canonical_call(signature, args, kwargs, self.traced.parameters)
         if call_keys.has_hooks(self.called):

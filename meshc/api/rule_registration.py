@@ -9,8 +9,8 @@ from meshc.ir.functions import Function, Target
 from meshc.ops.registered import RULES, RegisteredRule, overload_of
 from meshc.private import OpOverload
 from meshc.rules import has_rule
-from meshc.rules.registered import parts_of, tensor_arguments
 from meshc.rules.rule import ROLES
+from meshc.rules.user_rules import parts_of, tensor_arguments
 
 CHOICES: Final = {"kind": ("compute", "layout", "carry"), "linear": ("", "each", "all")}
 FIELDS: Final = (

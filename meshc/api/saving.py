@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact
-from meshc.frontend.expert_slots import initial_slots, is_slot_table
+from meshc.frontend.expert_placement import initial_slots, is_slot_table
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
 from meshc.optimizer.spec import AS_IT_IS

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from meshc.errors import CaptureError
 from meshc.frontend import trace_errors
 from meshc.frontend.batch_norms import averaged_norms, synced_norms
-from meshc.frontend.flex import traced_flex
+from meshc.frontend.flex_on_cpu import traced_flex
 from meshc.frontend.grouped_calls import grouped_calls
 from meshc.frontend.in_place_changes import is_changed_later
 from meshc.frontend.inner_transforms import traced_transforms

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import PlanError
-from meshc.frontend.expert_slots import is_stock
+from meshc.frontend.expert_placement import is_stock
 
 BIAS: Final = "e_score_correction_bias"
 """The buffer's name in stock models."""

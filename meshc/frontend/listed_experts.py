@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
+from meshc.frontend.expert_placement import copies_per_rank, expert_slots_of, is_stock
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
-from meshc.frontend.expert_slots import copies_per_rank, expert_slots_of, is_stock
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.frontend.inline_experts import InlineReader, OneExpert, stacked_parameters
 from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS, class_name

@@ -1,6 +1,6 @@
 """Sharding rules that users have registered for their own operators, as given.
 
-This module is below the compiler, which reads the rules (`meshc.rules.registered`), and the runtime, which compares them between
+This module is below the compiler, which reads the rules (`meshc.rules.user_rules`), and the runtime, which compares them between
 ranks.
 """
 

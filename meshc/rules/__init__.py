@@ -15,9 +15,9 @@ from meshc.rules.families import FAMILIES, operator_of
 from meshc.rules.index_bounds import only_moves, ranges
 from meshc.rules.operator import Operator
 from meshc.rules.partial import deferrals
-from meshc.rules.registered import registered_rule
 from meshc.rules.rule import Positions, Rule, pointwise
 from meshc.rules.tile_order import in_any_order
+from meshc.rules.user_rules import registered_rule
 
 
 def rule_of(node: Node, tensors: list[Node]) -> Rule | None:

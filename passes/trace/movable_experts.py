@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import CaptureError
-from meshc.frontend.expert_slots import WEIGHTS, is_slots
+from meshc.frontend.expert_placement import WEIGHTS, is_slots
 from meshc.ir import op_name, records
 from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers meshc::copies_of
 from meshc.passes.phases.traced_model import Joint

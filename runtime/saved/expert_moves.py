@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshc.cost.expert_balance import LEAST, ExpertPlacement
 from meshc.errors import StateError
-from meshc.frontend.expert_slots import COPIES, SLOTS, WEIGHTS, is_slots
+from meshc.frontend.expert_placement import COPIES, SLOTS, WEIGHTS, is_slots
 from meshc.frontend.train_step import ROUTED
 from meshc.ir import layouts
 from meshc.ir.keys import key_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshc.errors import StateError, join_names
 from meshc.frontend.double_copy import WIDER
-from meshc.frontend.expert_slots import initial_slots, is_slot_table
+from meshc.frontend.expert_placement import initial_slots, is_slot_table
 from meshc.ir import trees
 
 Tree = TypeVar("Tree")

@@ -22,7 +22,7 @@ from meshc.frontend.batch_norms import synced_norms
 from meshc.frontend.clipping import Clip, clip_
 from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.faults import on_one_device
-from meshc.frontend.flex import written_out_flex
+from meshc.frontend.flex_on_cpu import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
 from meshc.frontend.reference_random import Microbatch, ReferenceRandom

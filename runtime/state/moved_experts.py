@@ -20,7 +20,7 @@ from torch import nn
 
 from meshc.cost.expert_balance import ExpertPlacement
 from meshc.errors import StateError
-from meshc.frontend.expert_slots import COPIES, SLOTS, copies_per_rank, expert_slots_of, slots_of, weights_of
+from meshc.frontend.expert_placement import COPIES, SLOTS, copies_per_rank, expert_slots_of, slots_of, weights_of
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.runtime.comm import collectives, reorder

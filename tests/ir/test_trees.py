@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
 from meshc.frontend.call_keys import describe_inputs
-from meshc.frontend.flex import masks_as_inputs
+from meshc.frontend.flex_on_cpu import masks_as_inputs
 from meshc.frontend.libraries.stock_models import learn_caches
 from meshc.ir import trees
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshc
 from meshc import rules
 from meshc.check import check_program
-from meshc.frontend.expert_slots import COPIES, SLOTS
+from meshc.frontend.expert_placement import COPIES, SLOTS
 from meshc.ops.expert_copies import added_copies, choices_to_places, copies_of
 from meshc.optimizer.optimizer import describe
 from meshc.report import summary

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.expert_slots import SLOTS, WEIGHTS
+from meshc.frontend.expert_placement import SLOTS, WEIGHTS
 from meshc.ops.expert_slots import choices_to_slots
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.program.program import PlainProgram

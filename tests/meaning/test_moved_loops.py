@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshc
-from meshc.frontend.expert_slots import SLOTS
+from meshc.frontend.expert_placement import SLOTS
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad

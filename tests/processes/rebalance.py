@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.expert_slots import COPIES, SLOTS
+from meshc.frontend.expert_placement import COPIES, SLOTS
 from tests.models import Case
 from tests.processes.session import run_checks
 from tests.zoo.experts import FAMILIES

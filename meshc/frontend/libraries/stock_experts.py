@@ -19,8 +19,8 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from meshc.errors import CaptureError
+from meshc.frontend.expert_placement import expert_slots_of
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
-from meshc.frontend.expert_slots import expert_slots_of
 from meshc.replacements import replace_targets
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
