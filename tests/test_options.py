@@ -18,6 +18,7 @@ import meshc
 from meshc.options import GROUPS, NAMES
 from tests import reference
 from tests.models import mlp, nanogpt
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.zoo.experts import shallow
 
 OTHER: dict[str, Any] = {

@@ -14,6 +14,7 @@ from meshc.cost.links import pair_link
 from meshc.cost.program_clock import program_seconds
 from meshc.cost.stage_clock import stage_seconds
 from meshc.ir.mesh import Mesh
+from meshc.passes.driver.budget_changes import ChangeTrials, FittingChanges
 from meshc.report.account import stage_accounts
 from meshc.report.figures import figures
 from meshc.report.page import head
@@ -94,7 +95,9 @@ def test_reports_name_both_kinds() -> None:
         assert figures(program)["seconds"]["together"] == pytest.approx(program_seconds(program, SLOW).total)
 
 
-def test_what_may_be_held_is_a_ranks_own_memory() -> None:
+def test_what_may_be_held_is_a_ranks_own_memory(monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> None:
+    """Without what is tried of other requests, which an error tells and which takes long."""
+    monkeypatch.setattr(ChangeTrials, "find_changes", lambda _: FittingChanges([]))
     h100 = device("h100")
 
     def on(*memory: int) -> dict[int, Device]:

@@ -25,7 +25,7 @@ BOTH = "cp: heads*seq@attention > seq"
 @pytest.fixture(scope="module")
 def placed() -> PlacedModel:
     """Of four heads."""
-    captured = Captured(models.gpt2(), train=False, double=False)
+    captured = Captured(models.gpt2(layers=1), train=False, double=False)
     with torch.no_grad():
         return driver.place(captured.request)
 

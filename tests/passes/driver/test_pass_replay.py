@@ -98,7 +98,7 @@ def long() -> str:
 
 
 def short() -> Case:
-    return stack(layers=2)
+    return stack(layers=1)
 
 
 def lengths_of(case: Case, program: meshc.Program, *lengths: int) -> None:
