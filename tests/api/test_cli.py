@@ -22,6 +22,7 @@ from meshc.text.printer import hash_program
 from tests.broad import broad
 from tests.cache_name import CACHE
 from tests.models import llama, mlp
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.runtime.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,6 @@ MODEL = '''
 import torch
 import meshc
 from tests.models import llama, mlp
-from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 
 def build():
@@ -59,7 +59,7 @@ def nothing():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> Path:  # noqa: F811
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MESHC_DUMP", "MESHC_VERIFY", "MESHC_LOG"):

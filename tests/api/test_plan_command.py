@@ -11,6 +11,7 @@ import pytest
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.report import explanation
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 MODEL = '''
 import torch
@@ -38,7 +39,7 @@ def train():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> Path:  # noqa: F811
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     return tmp_path
