@@ -78,6 +78,27 @@ def start(folder: Path, model: nn.Module, rows: int = 4, lr: float = 0.1, plan: 
     return meshc.compile(step, meshc.Mesh("dp=2"), kwargs=inputs, plan=plan, options=meshc.Options(cache=folder, **options))
 
 
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model: a program is of code at one place."""
+    return tmp_path_factory.mktemp("code") / "net.py"
+
+
+@pytest.fixture(scope="module")
+def first(file: Path) -> Iterator[tuple[Path, str]]:
+    """A folder with the program of MODEL, and its text."""
+    place = Path(tempfile.mkdtemp())
+    yield place / "programs", text(start(place / "programs", net(MODEL, file)))
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def kept(folder: Path, first: tuple[Path, str]) -> Path:
+    """The folder of a job that has compiled MODEL once."""
+    shutil.copytree(first[0], folder)
+    return folder
+
+
 def was_taken(program: meshc.Program) -> bool:
     return program.compilations.last.made.lowered is None
 
@@ -121,23 +142,19 @@ EDITS = {
 
 
 @pytest.mark.parametrize("what", EDITS)
-def test_an_edit_compiles_again(folder: Path, tmp_path: Path, what: str) -> None:
-    file = tmp_path / "net.py"
+def test_an_edit_compiles_again(kept: Path, file: Path, what: str) -> None:
     before, after = EDITS[what]
     assert MODEL.count(before) == 1
     edited = MODEL.replace(before, after)
-    start(folder, net(MODEL, file))
-    second = start(folder, net(edited, file))
-    assert not was_taken(second) and program_cache.size(folder).programs == 2
-    assert was_taken(start(folder, net(edited, file))) and was_taken(start(folder, net(MODEL, file)))
+    second = start(kept, net(edited, file))
+    assert not was_taken(second) and program_cache.size(kept).programs == 2
+    assert was_taken(start(kept, net(edited, file))) and was_taken(start(kept, net(MODEL, file)))
 
 
-def test_what_else_is_asked_compiles_again(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "net.py"
-    start(folder, net(MODEL, file))
+def test_what_else_is_asked_compiles_again(kept: Path, file: Path) -> None:
     for asked in ({"rows": 6}, {"lr": 0.2}, {"plan": "zero1"}, {"remat": "none"}):
-        assert not was_taken(start(folder, net(MODEL, file), **asked)), asked
-        assert was_taken(start(folder, net(MODEL, file), **asked)), asked
+        assert not was_taken(start(kept, net(MODEL, file), **asked)), asked
+        assert was_taken(start(kept, net(MODEL, file), **asked)), asked
     assert not was_taken(start(False, net(MODEL, file)))  # type: ignore[arg-type]
 
 
@@ -214,14 +231,12 @@ def half(place: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut_short, edited, told_otherwise, half])
-def test_what_was_damaged_is_refused_and_compiled_again(folder: Path, tmp_path: Path, spoil: Any) -> None:
-    file = tmp_path / "net.py"
-    first = start(folder, net(MODEL, file))
-    spoil(entry(folder))
+def test_what_was_damaged_is_refused_and_compiled_again(kept: Path, first: tuple[Path, str], file: Path, spoil: Any) -> None:
+    spoil(entry(kept))
     with pytest.warns(UserWarning, match="is not used, and compiled again"):
-        second = start(folder, net(MODEL, file))
-    assert not was_taken(second) and text(second) == text(first)
-    assert was_taken(start(folder, net(MODEL, file)))
+        second = start(kept, net(MODEL, file))
+    assert not was_taken(second) and text(second) == first[1]
+    assert was_taken(start(kept, net(MODEL, file)))
 
 
 def test_another_jobs_program_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -243,12 +258,10 @@ def test_another_jobs_program_is_refused(folder: Path, tmp_path: Path) -> None:
         assert text(start(folder, net(MODEL, file))) == text(mine)
 
 
-def test_a_folder_that_others_can_write_is_not_used(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "net.py"
-    start(folder, net(MODEL, file))
-    os.chmod(folder, 0o777)
+def test_a_folder_that_others_can_write_is_not_used(kept: Path, file: Path) -> None:
+    os.chmod(kept, 0o777)
     with pytest.warns(UserWarning, match="can be written by others"):
-        program = start(folder, net(MODEL, file))
+        program = start(kept, net(MODEL, file))
     assert not was_taken(program) and any(NOT_KEPT in note for note in program.compiled.notes)
 
 

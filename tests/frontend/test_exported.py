@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshc
 from tests.broad import broad
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 X = torch.randn(4, 6, 8)
 

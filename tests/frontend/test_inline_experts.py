@@ -14,6 +14,7 @@ from meshc.frontend.listed_experts import formed_experts, listed_experts, loop_o
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 EXPERTS, WIDTH, HIDDEN = 6, 8, 12
 

@@ -26,6 +26,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import Port
 from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
 from meshc.text.parse import parse_sizes, parse_type
+from tests.broad import broad
 from tests.models import mlp
 
 pytestmark = pytest.mark.timeout(60)
@@ -193,12 +194,21 @@ SLICE = {"ph": "X", "name": "F0.0", "pid": 0, "ts": 0, "dur": 5}
         ([SLICE], [3], "is no trace"),
         ([3], {}, "is no trace"),
         ([{**SLICE, "name": 5}], {}, "is no trace"),
-        ([SLICE] * 530_000, {}, "of which 524288 can be drawn"),
+        broad([SLICE] * 530_000, {}, "of which 524288 can be drawn"),
     ],
 )
 def test_traces_are_bounded(events: list[Any], other: Any, said: str) -> None:
     text = json.dumps({"traceEvents": events, "otherData": other})
     quickly(lambda: perfetto_trace.trace_to_timeline(text, "t.json"), ArtifactError, f"t.json.*{said}")
+
+
+def test_events_of_a_trace_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if few could be drawn: half a million of them are read above."""
+    assert perfetto_trace.MOST_EVENTS == 524288
+    monkeypatch.setattr(perfetto_trace, "MOST_EVENTS", 3)
+    text = json.dumps({"traceEvents": [SLICE] * 4, "otherData": {}})
+    quickly(lambda: perfetto_trace.trace_to_timeline(text, "t.json"), ArtifactError, "t.json is a trace of 4 events, of which 3 can be drawn")
+    perfetto_trace.trace_to_timeline(json.dumps({"traceEvents": [SLICE] * 3, "otherData": {}}), "t.json")
 
 
 def test_the_command_names_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

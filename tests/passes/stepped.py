@@ -3,20 +3,23 @@
     before, after = around("inline", model, "dp=2", x=torch.randn(4, 3))
     changed(before, after)          the lines that went, and those that came
 
-Texts are those of `program.dump`, without comments.
+Texts are those that MESHC_DUMP asks a compilation for, without comments.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
 import meshc
+from meshc import environment
 
 
 def steps(
@@ -28,9 +31,8 @@ def steps(
     **inputs: Tensor,
 ) -> dict[str, str]:
     """Pass -> text after it, in the order of passes; `source` is what comes before the first."""
-    program = meshc.compile(what, meshc.Mesh(mesh), kwargs=inputs, plan=plan, backend=backend, options=options or meshc.Options())
-    with tempfile.TemporaryDirectory() as folder:
-        program.dump(folder)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {environment.DUMP: folder}):
+        meshc.compile(what, meshc.Mesh(mesh), kwargs=inputs, plan=plan, backend=backend, options=options or meshc.Options())
         files = sorted(Path(folder).glob("*.py"))
         return {file.stem.split("_", 1)[1]: plain(file.read_text()) for file in files}
 

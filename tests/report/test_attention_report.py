@@ -85,9 +85,10 @@ def test_what_is_balanced_is_not_listed(how: dict[str, Any], mesh: str, attentio
 @pytest.mark.parametrize("attention", ["ring", "gather"])
 def test_of_a_mask_that_is_a_tensor_the_cost_is_at_most_all(attention: str) -> None:
     bias = torch.zeros(1, 1, 64, 64)
-    (found,) = uneven_attention(compiled(Attends(16), "cp=2", attention, 64, bias=bias), H100)
+    program = compiled(Attends(16), "cp=2", attention, 64, bias=bias)
+    (found,) = uneven_attention(program, H100)
     assert not found.most and found.why.endswith("what that hides is computed") and 0 < found.costs_s < found.takes_s
-    (found,) = uneven_attention(compiled(Attends(16), "cp=2", attention, 64, bias=bias), device("cpu"))
+    (found,) = uneven_attention(program, device("cpu"))
     assert not found.most and found.why.endswith("known when it is there") and 0 < found.costs_s < found.takes_s
 
 

@@ -25,9 +25,9 @@ BOTH = "cp: heads*seq@attention > seq"
 @pytest.fixture(scope="module")
 def placed() -> PlacedModel:
     """Of four heads."""
-    captured = Captured(models.gpt2(layers=1), train=False, double=False)
+    captured = Captured(models.nanogpt(layers=1), train=False, double=False)
     with torch.no_grad():
-        return driver.place(captured.request)
+        return driver.update_and_factorize(captured.traced)
 
 
 def on(placed: PlacedModel, mesh: Mesh, plan: PlanLike, fixed: bool) -> PlacedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from tests.models import nanogpt
 
 
+@cache
 def compiled(budget: int | None = None, microbatches: int | None = None, mesh: str = "pp=2", **options: object) -> meshc.Program:
     case = nanogpt(batch=4, seq=8, hidden=16, layers=2, heads=2, vocab=13)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)

@@ -22,7 +22,7 @@ def step_of(case: Case) -> meshc.TrainStep:
 
 
 @pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def open_traces(monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> list[Any]:
     """Which sizes were left open, trace by trace."""
     found: list[Any] = []
     trace = shared_trace.trace_open
@@ -54,7 +54,7 @@ LENGTHS: Calls = ((4, 12), (4, 20), (4, 16), (4, 17))
     ids=["nanogpt", "six layers of llama", "gpt2", "dropout and two sizes", "pipeline"],
 )
 def test_a_further_size_is_the_program_that_compiling_it_gives(
-    make: Callable[[], Case], mesh: str, calls: Calls, count: int, traces: list[Any]
+    make: Callable[[], Case], mesh: str, calls: Calls, count: int, open_traces: list[Any]
 ) -> None:
     options = meshc.Options(seed=0)
     case = make()
@@ -65,7 +65,7 @@ def test_a_further_size_is_the_program_that_compiling_it_gives(
             alone = make()
             wanted = meshc.compile(step_of(alone), meshc.Mesh(mesh), kwargs=tokens(alone, *call), options=options)
             assert str(program) == str(wanted), call
-    assert len(traces) == count
+    assert len(open_traces) == count
 
 
 class Branches(nn.Module):
@@ -79,16 +79,16 @@ class Branches(nn.Module):
         return self.long(x) if x.shape[1] > 10 else self.short(x)
 
 
-def test_a_size_that_takes_another_way_is_compiled_by_itself(traces: list[Any]) -> None:
+def test_a_size_that_takes_another_way_is_compiled_by_itself(open_traces: list[Any]) -> None:
     model, mesh = Branches().requires_grad_(False), meshc.Mesh("dp=2")
     program = meshc.compile(model, mesh, args=(torch.zeros(4, 3, 8),))
     for length in (4, 5, 6, 12, 7, 13):
         program.prepare((torch.zeros(4, length, 8),), {})
         assert str(program) == str(meshc.compile(model, mesh, args=(torch.zeros(4, length, 8),))), length
-    assert len(traces) == 1
+    assert len(open_traces) == 1
 
 
-def test_a_model_that_takes_no_open_sizes_is_not_tried_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_no_open_sizes_is_not_tried_at_each(monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> None:
     tried: list[Any] = []
 
     def refused(request: Any, dims: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_model_that_takes_no_open_sizes_is_not_tried_at_each(monkeypatch: pyte
 
 
 @pytest.mark.broad
-def test_sizes_that_were_equal_and_differ_are_told_apart(traces: list[Any]) -> None:
+def test_sizes_that_were_equal_and_differ_are_told_apart(open_traces: list[Any]) -> None:
     """Rows of two inputs are equal in three calls, and differ in the fourth, where a model can take that."""
     model, mesh = TwoInputs(), meshc.Mesh("dp=2")
     program = meshc.compile(model, mesh, args=(torch.zeros(4, 8), torch.zeros(4, 8)))
@@ -113,7 +113,7 @@ def test_sizes_that_were_equal_and_differ_are_told_apart(traces: list[Any]) -> N
         args = torch.zeros(one, 8), torch.zeros(other, 8)
         program.prepare(args, {})
         assert str(program) == str(meshc.compile(model, mesh, args=args)), (one, other)
-    assert [len({name for row in dims.values() for name in row.values()}) for dims in traces] == [1, 2]
+    assert [len({name for row in dims.values() for name in row.values()}) for dims in open_traces] == [1, 2]
 
 
 class TwoInputs(nn.Module):
@@ -121,11 +121,11 @@ class TwoInputs(nn.Module):
         return x * 2, y.sum(0)
 
 
-def test_two_sizes_are_compiled_each_by_itself(traces: list[Any]) -> None:
+def test_two_sizes_are_compiled_each_by_itself(open_traces: list[Any]) -> None:
     case = mlp()
     program = meshc.compile(step_of(case), meshc.Mesh("dp=2"), kwargs=case.call_kwargs)
     program.prepare((), {name: value[:4] for name, value in case.call_kwargs.items()})
-    assert traces == []
+    assert open_traces == []
 
 
 def test_programs_that_were_not_used_for_longest_are_dropped() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_lines_are_written_as_they_are_read() -> None:
     assert str(Plan("offload params")) == "offload params" and not Plan("offload state").offloads[0].disk
 
 
+@cache
 def deep(plan: str | None) -> meshc.Program:
     model = Deep()
     step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=F.mse_loss)
@@ -83,7 +85,7 @@ def test_bytes_are_counted_apart_and_the_copies_are_those_of_the_host() -> None:
 
 
 def test_a_step_means_what_it_means() -> None:
-    program = step_of(nanogpt(layers=1), "dp_shard=2,tp=2", "offload state: disk", 2)
+    program = step_of(nanogpt(torch.float64, layers=1), "dp_shard=2,tp=2", "offload state: disk", 2)
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
     places = {record(node).storage for node in program.compiled.stages["after"].graph.nodes if node.target is spmd.to_host}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -109,6 +110,7 @@ def seconds(program: meshc.Program) -> float:
     return program_seconds(program.compiled).total
 
 
+@cache
 def budget() -> int:
     return held(wide(None, None, remat="none")).total * 60 // 100
 

@@ -49,7 +49,7 @@ def test_an_update_runs_where_its_state_lies() -> None:
 
 
 def small() -> Case:
-    return nanogpt(layers=1)
+    return nanogpt(torch.float64, layers=1)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize("build", [broad(torch.optim.NAdam), broad(torch.optim.Adafactor), broad(torch.optim.Muon), torch.optim.Adagrad])
 def test_optimizers_that_are_traced_run_there_too(build: Callable[..., torch.optim.Optimizer]) -> None:
     """What ranks do together for an update they do on the device, in between."""
-    model = Net()
+    model = Net().double()
     chosen = [one for one in model.parameters() if one.dim() == 2] if build is torch.optim.Muon else model.parameters()
     step = meshc.TrainStep(model, optimizer=build(chosen, lr=0.1), loss=F.mse_loss, clip_grad_norm=1.0)
-    ask = {"args": (torch.randn(8, 6),), "kwargs": {"target": torch.randn(8, 4)}}
+    ask = {"args": (torch.randn(8, 6).double(),), "kwargs": {"target": torch.randn(8, 4).double()}}
     program = meshc.compile(step, meshc.Mesh("dp_shard=2"), plan="offload state, update", **ask)
     assert any(map(runs_on_host, program.compiled.stage.graph.nodes))
     assert "parameter after step 0" in {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}

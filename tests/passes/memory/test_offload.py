@@ -75,7 +75,7 @@ def test_nothing_is_offloaded_without_a_backward() -> None:
 
 
 def small() -> Case:
-    return nanogpt(layers=1)
+    return nanogpt(torch.float64, layers=1)
 
 
 @pytest.mark.parametrize(

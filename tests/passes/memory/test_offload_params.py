@@ -52,7 +52,7 @@ def test_lines_name_parameters_and_those_about_none_are_refused() -> None:
 
 
 def small() -> Case:
-    return nanogpt(layers=1)
+    return nanogpt(torch.float64, layers=1)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def step_of(case: Case, mesh: str, plan: str | None, microbatches: int = 1, back
 
 
 def small() -> Case:
-    return nanogpt(layers=1)
+    return nanogpt(torch.float64, layers=1)
 
 
 @pytest.mark.parametrize(

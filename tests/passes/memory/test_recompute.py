@@ -110,7 +110,7 @@ def step_of(case: Case, mesh: str, remat: str, microbatches: int = 1) -> meshc.P
 
 
 def small() -> Case:
-    return nanogpt(layers=1)
+    return nanogpt(torch.float64, layers=1)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_step_means_what_it_means_and_holds_less(make: Callable[[], Case], mes
 
 
 def test_a_module_in_autograd_saves_less() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Tanh(), nn.Linear(4, 3))), torch.randn(4, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Tanh(), nn.Linear(4, 3))).double(), torch.randn(4, 4).double()
     kept, again = (
         meshc.compile(model, meshc.Mesh("dp=2"), args=(x,), options=meshc.Options(remat=remat)) for remat in ("none", "cheap")
     )
@@ -144,10 +144,10 @@ def test_a_module_in_autograd_saves_less() -> None:
 
 def test_lines_of_a_plan_say_it_of_modules_and_of_values() -> None:
     """The second of two layers keeps what it made; of the first, what its activation returns is kept, of which its product is not."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4)) for _ in range(2)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4)) for _ in range(2))).double()
     saved = []
     for lines in ("", "remat *: cheap\nremat 1: none", "remat *: cheap\nremat 1: none\nkeep value:0.1", "remat 0: cheap"):
-        program = meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), plan=f"dp: batch\n{lines}")
+        program = meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(4, 4).double(),), plan=f"dp: batch\n{lines}")
         saved.append([key.removeprefix("saved:") for key in program.compiled.stages["forward"].outputs if key.startswith("saved:")])
         meshc.verify(program, dtype=torch.float64)
     assert saved[0] == ["shard", "addmm_default", "softplus_default", "addmm_default_1", "addmm_default_2", "softplus_default_1"]

@@ -114,10 +114,10 @@ def test_attention_returns_its_output_and_its_cache() -> None:
 
 def test_a_train_step_with_pinned_containers_means_the_model() -> None:
     torch.manual_seed(0)
-    model = Model()
+    model = Model().double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss)
     program = meshc.compile(
-        step, meshc.Mesh("dp=2,tp=2"), kwargs={"x": torch.randn(4, 6, 8), "target": torch.randn(4)},
+        step, meshc.Mesh("dp=2,tp=2"), kwargs={"x": torch.randn(4, 6, 8).double(), "target": torch.randn(4).double()},
         plan=f"{PLAN}\npin value:gates.*: batch/dp, seq/tp, _", names={"x": ("batch", "seq", None)},
     )  # fmt: skip
     assert returned(program, "gates.0.up") == ["4/dp, 6/tp, 24"]  # the glob means submodules too

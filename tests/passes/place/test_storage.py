@@ -140,7 +140,7 @@ def test_each_parameter_is_gathered_once_each_way_and_its_gradient_scattered_onc
     assert {axes for _, _, axes in found} == {"dp/dp_shard"}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", broad("llama")])
+@pytest.mark.parametrize("kind", ["nanogpt", broad("gpt2"), broad("llama")])
 def test_two_axes_move_what_one_of_all_their_ranks_does(kind: str) -> None:
     one, two = (moved(captured(kind).program(mesh, "fsdp")) for mesh in ("dp_shard=4", "dp=2,dp_shard=2"))
     assert two == {(way, phase, "dp/dp_shard"): count for (way, phase, _), count in one.items()}

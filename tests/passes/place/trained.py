@@ -27,6 +27,7 @@ class Head(nn.Module):
 def captured(kind: str) -> Captured:
     made = {
         "mlp": lambda: models.mlp(batch=6, width=21),
+        "nanogpt": lambda: models.nanogpt(batch=4, seq=8, layers=1),
         "llama": lambda: models.llama(batch=4, seq=8, layers=1),
         "gpt2": lambda: models.gpt2(batch=4, seq=8, layers=1),
     }

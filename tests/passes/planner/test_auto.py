@@ -100,7 +100,7 @@ def test_found_twice_is_one_text() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, broad(None)])
-def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> None:
     """A copy in float64 on a CPU, without a budget, would be given other choices: it gets those of the program."""
     case = models.mlp()
     step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss)

@@ -39,11 +39,11 @@ def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def compiled(mesh: str, microbatches: int, **options: Any) -> meshc.Program:
-    model = Routed()
+    model = Routed().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(model, optimizer=optimizer, loss=loss, clip_grad_norm=1.0, microbatches=microbatches)
     torch.manual_seed(1)
-    examples = {"args": (torch.randn(8, 6),), "kwargs": {"target": torch.randint(5, (8,))}}
+    examples = {"args": (torch.randn(8, 6).double(),), "kwargs": {"target": torch.randint(5, (8,))}}
     return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(**options), **examples)
 
 

@@ -55,11 +55,11 @@ def tagged(
     chunks: int, mesh: str = "dp=2", plan: str = "dp: batch", loss: Callable[..., object] = cross_entropy, **ask: str
 ) -> meshc.Program:
     torch.manual_seed(0)
-    model = Tagger()
+    model = Tagger().double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
     target = torch.where(torch.rand(8, 6) < 0.3, -100, torch.randint(200, (8, 6)))
     lines = f"{plan}\nchunk head: {chunks}"
-    return meshc.compile(step, meshc.Mesh(mesh), args=(torch.randn(8, 6, 4),), kwargs={"target": target}, plan=lines, **ask)
+    return meshc.compile(step, meshc.Mesh(mesh), args=(torch.randn(8, 6, 4).double(),), kwargs={"target": target}, plan=lines, **ask)
 
 
 def calls_of(program: meshc.Program, name: str) -> list[Node]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import meshc
 from meshc import rules
 from meshc.check import check_program
-from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 from tests.passes.stepped import body, steps
 
 

@@ -19,7 +19,6 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 from tests.models import mlp, resnet
-from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 SEED = 5
 
@@ -173,7 +172,7 @@ def _one_part(reference: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def test_without_the_option_batch_norm_is_refused_and_the_option_named() -> None:
-    case = resnet()
+    case = resnet(width=2)
     step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss, microbatches=2)
     with pytest.raises(meshc.CompileError) as raised:
         meshc.compile(step, meshc.Mesh("dp=2"), kwargs=case.call_kwargs)
@@ -204,7 +203,7 @@ def test_inputs_that_begin_with_other_sizes() -> None:
 
 
 def test_an_axis_wider_than_a_microbatch() -> None:
-    case = mlp()
+    case = mlp(torch.float64)
     with pytest.warns(UserWarning, match=r"axis dp has 3 ranks, more than anything it could split \(batch 2 in a microbatch\): 1 of them"):
         program = compiled(case.model, case.loss, case.call_kwargs, "dp=3", "ddp", 3)  # type: ignore[arg-type]
     assert meshc.verify(program, dtype=torch.float64).ok

@@ -31,6 +31,7 @@ class Model(nn.Module):
         self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("average", torch.ones(4))
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x).square().mean()
@@ -77,7 +78,7 @@ def step(model: nn.Module, x: Tensor, mesh: str = "dp=2", **options: Any) -> mes
 
 def numbers(rows: int = 8) -> Tensor:
     torch.manual_seed(0)
-    return torch.randn(rows, 4) * 2 + 1
+    return torch.randn(rows, 4, dtype=torch.float64) * 2 + 1
 
 
 @pytest.mark.parametrize("name", [name if index < 6 else broad(name) for index, name in enumerate(FORWARDS)])
@@ -129,7 +130,7 @@ def test_equal_layers() -> None:
                 x = region(layer, x)
             return x.square().mean()
 
-    program = step(Stack(), numbers(), "dp=2,tp=2")
+    program = step(Stack().double(), numbers(), "dp=2,tp=2")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 

@@ -18,7 +18,6 @@ from meshc.ops.random import seed_step
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 from tests.models import mlp, nanogpt
-from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 PLAN = {"dp": "dp: batch; store params, grads, state", "tp": "tp: ffn"}
 MASK = (torch.arange(24) > 5).to(torch.float64)

@@ -16,6 +16,7 @@ import meshc
 from meshc import artifact
 from meshc.runtime.saved.run_saved import NumbersByStep, RunRequest, run_saved
 from tests.models import mlp
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 
 def saved(folder: Path, **options: Any) -> tuple[Path, meshc.Program]:
