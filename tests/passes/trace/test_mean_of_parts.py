@@ -171,22 +171,31 @@ def _one_part(reference: Any) -> tuple[Tensor, dict[str, Tensor]]:
 # ------------------------------------------------------------------------------------------------------------------------ refusals
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x))
+
+
 def test_without_the_option_batch_norm_is_refused_and_the_option_named() -> None:
-    case = resnet(width=2)
-    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss, microbatches=2)
+    model = Normed()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), loss=F.mse_loss, microbatches=2)
     with pytest.raises(meshc.CompileError) as raised:
-        meshc.compile(step, meshc.Mesh("dp=2"), kwargs=case.call_kwargs)
+        meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"x": torch.randn(6, 4), "target": torch.randn(6, 3)})
     text = str(raised.value)
-    assert "mixes the whole batch" in text and "models.py" in text and 'TrainStep(..., batch_mix="mean_of_parts")' in text, text
+    assert "mixes the whole batch" in text and "test_mean_of_parts.py" in text and 'TrainStep(..., batch_mix="mean_of_parts")' in text, text
 
 
 def test_a_batch_that_does_not_divide() -> None:
-    case = mlp(batch=7)
+    model, inputs = Dropped(), {"x": torch.randn(7, 4), "target": torch.randn(7, 3)}
     with pytest.raises(meshc.CompileError, match="the batch has 7 rows, which 2 microbatches do not divide"):
-        compiled(case.model, case.loss, case.call_kwargs, "dp=2", "ddp", 2)  # type: ignore[arg-type]
-    part = {name: value[:3] for name, value in case.call_kwargs.items()}
+        compiled(model, F.mse_loss, inputs, "dp=2", "ddp", 2)
+    part = {name: value[:3] for name, value in inputs.items()}
     with pytest.raises(meshc.CompileError, match="each rank's part of the batch has 3 rows, which 2 microbatches do not divide"):
-        compiled(case.model, case.loss, part, "dp=2", "ddp", 2, inputs="local")  # type: ignore[arg-type]
+        compiled(model, F.mse_loss, part, "dp=2", "ddp", 2, inputs="local")
 
 
 def test_inputs_that_begin_with_other_sizes() -> None:
@@ -203,9 +212,9 @@ def test_inputs_that_begin_with_other_sizes() -> None:
 
 
 def test_an_axis_wider_than_a_microbatch() -> None:
-    case = mlp(torch.float64)
+    inputs = {"x": torch.randn(6, 4, dtype=torch.float64), "target": torch.randn(6, 3, dtype=torch.float64)}
     with pytest.warns(UserWarning, match=r"axis dp has 3 ranks, more than anything it could split \(batch 2 in a microbatch\): 1 of them"):
-        program = compiled(case.model, case.loss, case.call_kwargs, "dp=3", "ddp", 3)  # type: ignore[arg-type]
+        program = compiled(Dropped().double(), F.mse_loss, inputs, "dp=3", "ddp", 3)
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
