@@ -73,10 +73,10 @@ class _Alike(pickle.Pickler):
 def _key(outset: CompilationPhase, double: bool) -> bytes | None:
     """None where nothing says what it is alike to."""
     ask = outset.request
-    if ask.dynamic or outset.opened is not None:
+    if outset.opened is not None:
         return None
     asked = (
-        ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs),
+        ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs), ask.dynamic,
         ask.grad, ask.train, ask.autocast, double,
         splits(outset.plan, outset.sizes), ask.options.experts.bound, ask.options.experts.limit,
         outset.notes, outset.depth and (outset.depth.stretches, dict(outset.depth.captured)),

@@ -17,15 +17,16 @@ import meshc
 from meshc.ir.mesh import Mesh
 from meshc.text.printer import hash_program, print_program
 from tests.broad import broad
-from tests.golden.cases import CASES
+from tests.golden import cases
+from tests.passes.depth import stacks
 
 CHILD = """
 import sys
 for name in {imports!r}:
     __import__(name)
-from tests.golden.cases import CASES
+from {package} import {module}
 from meshc.text.printer import print_program
-sys.stdout.write("\\0".join(print_program(CASES[name]().compiled, comments=False) for name in {cases!r}))
+sys.stdout.write("\\0".join(print_program(eval(case).compiled, comments=False) for case in {cases!r}))
 """
 EXTRA = """
 import enum, types
@@ -44,26 +45,29 @@ SEEN = {Kind.AUTO, types.SimpleNamespace, Box}
 """As libraries of tensor classes do when they are imported."""
 IMPORTS = ["extra_of_tensors", "transformers", "torch.distributed.tensor", "meshc.runtime", "meshc.passes.planner.plan_search", "meshc"]
 RANK = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "PYTHONHASHSEED": "271"}
-FEW = ["gpt pipeline fsdp"]
+SEARCHED = "stacks.compiled(stacks.Stack([16] * 2, dropout=0.1), 'pp=2,dp_shard=2', microbatches=2, clip_grad_norm=1.0)"
+GOLDEN = [f"cases.CASES[{name!r}]()" for name in cases.CASES]
 
 
-def texts_of_another_rank(cases: list[str], extras: Path) -> list[str]:
-    """Of a process that begins with these imports, in the environment of that rank."""
+def texts_of_another_rank(module: Any, calls: list[str], extras: Path) -> list[str]:
+    """Of what these calls of the module compile, in a process that begins with these imports, in the environment of that rank."""
     found = [str(extras), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **RANK, "PYTHONPATH": os.pathsep.join(filter(None, found)), "OMP_NUM_THREADS": "1"}
-    code = CHILD.format(imports=IMPORTS, cases=cases)
+    package, _, name = module.__name__.rpartition(".")
+    code = CHILD.format(imports=IMPORTS, package=package, module=name, cases=calls)
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.split("\0")
 
 
-@pytest.mark.parametrize("cases", [FEW, broad([name for name in CASES if name not in FEW])], ids=["few", "rest"])
-def test_processes_compile_one_text(cases: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("module, calls", [(stacks, [SEARCHED]), broad(cases, GOLDEN)], ids=["few", "rest"])
+def test_processes_compile_one_text(module: Any, calls: list[str], tmp_path: Path) -> None:
+    """In a process that has compiled other programs, and in one that begins with this one."""
     (tmp_path / "extra_of_tensors.py").write_text(EXTRA)
-    one = [print_program(CASES[name]().compiled, comments=False) for name in cases]
-    other = texts_of_another_rank(cases, tmp_path)
-    assert len(one) == len(cases) and all(text.startswith("mesh = ") for text in one)
-    for name, here, there in zip(cases, one, other, strict=True):
+    one = [print_program(eval(call).compiled, comments=False) for call in calls]
+    other = texts_of_another_rank(module, calls, tmp_path)
+    assert len(one) == len(calls) and all(text.startswith("mesh = ") for text in one)
+    for name, here, there in zip(calls, one, other, strict=True):
         assert here == there, name
 
 

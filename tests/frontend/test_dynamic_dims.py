@@ -19,6 +19,7 @@ from meshc.text import printer
 from meshc.text.parse import parse_stage
 from tests.broad import broad
 from tests.models import IGNORED, gpt2, llama
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 SIZES = ((7, 13), (2, 3))
 EVEN = (8, 12)
@@ -84,10 +85,10 @@ class Drops(nn.Module):
 def test_dropout_draws_the_same_at_any_size(mesh: str) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
-        return {"x": torch.randn(batch, seq, 6, generator=generator), "target": torch.randint(5, (batch, seq), generator=generator)}
+        return {"x": torch.randn(batch, seq, 6, generator=generator, dtype=torch.float64), "target": torch.randint(5, (batch, seq), generator=generator)}
 
     options = meshc.Options(dynamic=open_dims(inputs(8, 6)))
-    program = meshc.compile(step(Drops()), meshc.Mesh(mesh), kwargs=inputs(8, 6), options=options)
+    program = meshc.compile(step(Drops().double()), meshc.Mesh(mesh), kwargs=inputs(8, 6), options=options)
     for batch, seq in SIZES:
         assert meshc.verify(program, inputs(batch, seq), dtype=torch.float64).ok
 
@@ -150,11 +151,11 @@ UNEVEN = ((7, 33), (2, 5))
 def test_windows_and_means_of_open_dims(mesh: str, plan: str | None, called: Any) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
-        return {"x": torch.randn(batch, 3, seq, generator=generator), "target": torch.randint(5, (batch,), generator=generator)}
+        return {"x": torch.randn(batch, 3, seq, generator=generator, dtype=torch.float64), "target": torch.randint(5, (batch,), generator=generator)}
 
     batch, seq = Dim("batch", max=64), Dim("length", max=99)
     options = meshc.Options(dynamic={"x": {0: batch, 2: seq}, "target": (batch,)})
-    program = meshc.compile(step(Rows(), loss=F.cross_entropy), meshc.Mesh(mesh), kwargs=inputs(8, 20), plan=plan, options=options)
+    program = meshc.compile(step(Rows().double(), loss=F.cross_entropy), meshc.Mesh(mesh), kwargs=inputs(8, 20), plan=plan, options=options)
     for sizes in called:
         assert meshc.verify(program, inputs(*sizes), dtype=torch.float64).ok
 

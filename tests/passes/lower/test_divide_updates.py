@@ -257,8 +257,8 @@ def test_matrices_whose_dims_have_names_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mesh", "ranks"), [broad("dp=2", 2), ("dp_shard=2", 2), broad("fsdp=4", 4), broad("dp=2,tp=2", 4)])
 def test_a_rank_computes_its_share(mesh: str, ranks: int) -> None:
-    """Of 2 x 4 matrices."""
-    assert products(compiled(Orthogonal, mesh, layers=4)) == 2 * 4 * of_newton_schulz(8, 6) / ranks
+    """Of two matrices a layer, of as many layers as ranks."""
+    assert products(compiled(Orthogonal, mesh, layers=ranks)) == 2 * ranks * of_newton_schulz(8, 6) / ranks
 
 
 def moves(program: meshc.Program) -> dict[object, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +42,16 @@ def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> PlacedModel:
     return step(model, {"x": x}, mesh, plan, lambda out: out)
 
 
-def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss: Callable[..., Tensor]) -> PlacedModel:
-    """A step of a model with AdamW, all of its layers captured, up to where the planner stands."""
+def step(
+    model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss: Callable[..., Tensor], **asked: Any
+) -> PlacedModel:
+    """A step of a model with AdamW, all of its layers captured, up to where the planner stands; `asked`: further fields of the request."""
     optimizer = torch.optim.AdamW(model.parameters())
     traced = traced_step(TrainStep(model, optimizer=optimizer, loss=loss))
     args, kwargs = call_keys.canonical_call(traced.signature, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
-        grad=True, train=True, optimizer=describe(optimizer), options=Options().having(depth="whole"),
+        grad=True, train=True, optimizer=describe(optimizer), options=Options().having(depth="whole"), **asked,
     )  # fmt: skip
     return run_pass(pipeline.PLACE[0], compile_program.update_and_factorize(compile_program.trace(request)))
 
