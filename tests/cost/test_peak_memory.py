@@ -60,8 +60,13 @@ def live_peak(program: PlainProgram, inputs: dict[str, Any]) -> int:
     return live.peak
 
 
+def small() -> Case:
+    return nanogpt(layers=1)
+
+
 @pytest.mark.parametrize(
-    "make, microbatches", [(mlp, 1), (mlp, 2), (nanogpt, 1), (nanogpt, 2), broad(llama, 1), broad(llama, 2)],
+    "make, microbatches",
+    [(mlp, 1), (mlp, 2), (small, 1), (small, 2), broad(nanogpt, 1), broad(nanogpt, 2), broad(llama, 1), broad(llama, 2)],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_the_peak_of_a_training_step(make: Callable[[], Case], microbatches: int) -> None:

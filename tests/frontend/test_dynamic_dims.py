@@ -85,7 +85,8 @@ class Drops(nn.Module):
 def test_dropout_draws_the_same_at_any_size(mesh: str) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
-        return {"x": torch.randn(batch, seq, 6, generator=generator, dtype=torch.float64), "target": torch.randint(5, (batch, seq), generator=generator)}
+        x = torch.randn(batch, seq, 6, generator=generator, dtype=torch.float64)
+        return {"x": x, "target": torch.randint(5, (batch, seq), generator=generator)}
 
     options = meshc.Options(dynamic=open_dims(inputs(8, 6)))
     program = meshc.compile(step(Drops().double()), meshc.Mesh(mesh), kwargs=inputs(8, 6), options=options)
@@ -151,7 +152,8 @@ UNEVEN = ((7, 33), (2, 5))
 def test_windows_and_means_of_open_dims(mesh: str, plan: str | None, called: Any) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
-        return {"x": torch.randn(batch, 3, seq, generator=generator, dtype=torch.float64), "target": torch.randint(5, (batch,), generator=generator)}
+        x = torch.randn(batch, 3, seq, generator=generator, dtype=torch.float64)
+        return {"x": x, "target": torch.randint(5, (batch,), generator=generator)}
 
     batch, seq = Dim("batch", max=64), Dim("length", max=99)
     options = meshc.Options(dynamic={"x": {0: batch, 2: seq}, "target": (batch,)})

@@ -206,9 +206,9 @@ def test_events_of_a_trace_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if few could be drawn: half a million of them are read above."""
     assert perfetto_trace.MOST_EVENTS == 524288
     monkeypatch.setattr(perfetto_trace, "MOST_EVENTS", 3)
-    text = json.dumps({"traceEvents": [SLICE] * 4, "otherData": {}})
-    quickly(lambda: perfetto_trace.trace_to_timeline(text, "t.json"), ArtifactError, "t.json is a trace of 4 events, of which 3 can be drawn")
-    perfetto_trace.trace_to_timeline(json.dumps({"traceEvents": [SLICE] * 3, "otherData": {}}), "t.json")
+    four, three = (json.dumps({"traceEvents": [SLICE] * count, "otherData": {}}) for count in (4, 3))
+    quickly(lambda: perfetto_trace.trace_to_timeline(four, "t.json"), ArtifactError, "t.json is .* of 4 events, of which 3 can be drawn")
+    perfetto_trace.trace_to_timeline(three, "t.json")
 
 
 def test_the_command_names_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,8 @@ class Step:
         model, generator = Small().double(), torch.Generator().manual_seed(1)
         momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step = meshc.TrainStep(model, optimizer=momentum, loss=cross_entropy, microbatches=self.microbatches)
-        inputs = {"x": torch.randn(4, 6, 8, generator=generator, dtype=torch.float64), "target": torch.randint(12, (4, 6), generator=generator)}
+        x = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
+        inputs = {"x": x, "target": torch.randint(12, (4, 6), generator=generator)}
         return meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs=inputs, plan=self.plan, backend="inductor")
 
 

@@ -80,7 +80,8 @@ def test_it_means_what_it_meant(how: dict[str, Any]) -> None:
     model = Writes(**how).double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     options = meshc.Options(sequence=meshc.SplitSequence(attention=None if "differs" in how else "ring"))
-    program = meshc.compile(step, meshc.Mesh("cp=3"), kwargs={"x": torch.randn(2, 8, 6, dtype=torch.float64)}, plan="cp: seq", options=options)
+    inputs = {"x": torch.randn(2, 8, 6, dtype=torch.float64)}
+    program = meshc.compile(step, meshc.Mesh("cp=3"), kwargs=inputs, plan="cp: seq", options=options)
     assert any("ring_shift" in str(node.target) for node in program.compiled.stages["main"].graph.nodes) == ("differs" not in how)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
