@@ -142,7 +142,7 @@ STAGES: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
     "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts",
     when=_has_stages,
 )
-"""`passes/driver/pipeline_search.py` runs the passes from annotate to this one for each candidate pipeline."""
+"""`passes/driver/pipeline_search.py` runs the passes from annotate to this one for candidate pipelines."""
 CUT: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
     "cut",
     imported("stages.cut_backward:cut_backward"),

@@ -108,8 +108,8 @@ def _pin_along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:
 class _PinCover:
     """Greedy cover of kinds by pin lines. A set of kinds is an integer, its n-th bit the n-th kind.
 
-    about  by pattern: kinds that it matches, and kinds with a member that it matches;  false  by pin: kinds that are decided otherwise
-    tells  by pin: kinds for which it is sufficient;  hears  kinds to which it applies
+    about  by pattern: kinds that match, and kinds with a member that matches;  false  by pin: kinds that are decided otherwise
+    tells  by pin: kinds for which the pin is sufficient;  hears  kinds to which the pin applies
     """
 
     def __init__(self, placed: PlacedModel, kinds: Sequence[_LayerOperators]) -> None:

@@ -43,9 +43,9 @@ Pick: TypeAlias = tuple[int, ...]
 class Leg:
     """Readings of a group by one class, in one phase.
 
-    forms     by option of the reader: index of the form that it wants among those of the group
+    forms     by option of the reader: index of the wanted form in `wants` of the group
     price     seconds from each given form to each wanted form
-    gathers   whether that is a gather, which serves this phase only
+    gathers   whether such a change is a gather, which serves this phase only
     readings  indices among the readings of a value
     A reader without a decision counts as the maker's class: its forms follow from the maker's option.
     """

@@ -22,7 +22,7 @@ from meshc.passes.planner.search_space import DecidedValue, Key, Reading
 
 
 def count_values(made: Mapping[Value, DecidedValue], standing: LayerMultiplicity) -> None:
-    """Sets `count` of each value: the number of values that it stands for."""
+    """Sets `count` of each value: the number of values of the whole model that it stands for."""
     back = {
         (standing.twin[node], index)
         for (node, index), value in made.items()

@@ -38,8 +38,8 @@ class DecisionClasses:
 
 
 def fold(space: SearchSpace, near: bool = False) -> DecisionClasses:
-    """Classes of a space's decisions. `near`: layers that exchange values with omitted layers decide as these, where options allow. Raises
-    Unequal where twins differ."""
+    """Classes of a space's decisions. `near`: layers that exchange values with omitted layers decide as these, where their calls are equal.
+    Raises Unequal where twins differ."""
     number = _Numbers()
     of = {key: number(("decision", *_call_signature(space, key))) for key in space.decisions}
     for key, twin in space.twins.items():

@@ -36,7 +36,7 @@ class NeededPins(Propagator):
         return wanted
 
     def does(self, instance: Instance, axes: frozenset[str]) -> bool:
-        """Whether an operator is decided as chosen with pins along `axes`, after operators that are."""
+        """Whether an operator with pins along `axes` is decided as chosen, if all operators before are."""
         told = self.directive(instance.node)
         return is_same_decision(self.decide(instance, told.along(axes | self._by_pins(instance))), self.decide(instance, told))
 

@@ -23,7 +23,7 @@ HIDDEN: Final = 0.1
 def with_hidden_communication(model: CostModel, part: float = HIDDEN) -> CostModel:
     """The objective in which hidden communication counts for `part` of its price, or for the slowdown of computing if that is more.
 
-    With `part` 0, its bound is one of the clock's: there, nothing costs more beside computing than apart from it.
+    With `part` 0, its bound also holds for the clock, on which communication costs no more with overlap than without.
     """
     lost = model.operators.device.contention
     part = max(part, lost) if part else min(lost, 1.0)

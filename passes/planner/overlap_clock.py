@@ -125,7 +125,7 @@ def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _Overl
 
 
 def _gather(line: _OverlapTimeline) -> None:
-    """Starts gathers a prefetch window ahead of their readings (`lower/prefetch_windows.py`), within a phase. They are not joined into
+    """Starts gathers a prefetch window ahead of their readings (`lower/prefetch_windows.py`), within a phase. Gathers are not joined into
     windows, since a window may span several layers, and each is to have its part."""
     total, small = (sum(one.size * one.count for one in line.stored if one.size < most) for most in (inf, ALONE))
     limit = min(WINDOW, max(LEAST, total // WINDOWS))

@@ -6,8 +6,8 @@ options that give it, those with one wanted form to the options that want it; a 
 rank at some moments are within the budget.
 
 Limits are iterations, nodes, a gap or an allowance of rows times columns, never seconds: one version of scipy gives one answer on every
-machine. (A limit of nodes is late for branch and bound, which makes cuts and solves programs of its own before the first; the size of its
-program is what counts.)
+machine. (A limit of nodes does not end branch and bound soon, since cuts and other programs come before the first node; the size of its
+program does.)
 """
 
 from __future__ import annotations

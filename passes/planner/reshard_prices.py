@@ -2,9 +2,9 @@
 
     [batch/dp, ffn/tp] -> [batch/dp/tp, ffn]     all_to_all over tp, of 1/4 of the bytes
 
-Steps depend on the axes that move and between which slots, not on names; slots and partial sums that do not change are left out, and only
-make the value smaller. Slots count as large enough for every axis, so that one list of steps serves all values. Padding in messages is not
-counted.
+Steps depend on the axes that move and between which slots, not on names. Slots and partial sums that do not change are left out; such slots
+only make the value smaller. Slots count as large enough for every axis, so that one list of steps serves all values. Padding in messages is
+not counted.
 
 A search asks for a table of all forms at once: pairs of forms are numbered by the axes that move, each list of steps is computed once, and
 seconds follow from latency and bytes.

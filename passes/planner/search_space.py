@@ -26,7 +26,7 @@ Axes: TypeAlias = tuple[str, ...]
 Key: TypeAlias = "Node | tuple[str, str]"
 """An operator or placeholder; or ("parameter", name), ("state", name): storage of a parameter, or of its state."""
 Landing: TypeAlias = tuple["int | None", ...]
-"""For each slot of a value: the label that has the same axes, None if it is whole."""
+"""For each slot of a value: the label with the same axes, None if the slot is whole."""
 Form: TypeAlias = tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]
 """Sharding of a value: axes of each slot, and (axis, reduction) of the axes that it is partial over."""
 

@@ -46,7 +46,7 @@ def _key_heads_factor(instance: Instance, also: Mapping[int, Iterable[str]]) -> 
 
 
 def _split_term(instance: Instance, placed: PlacedModel, ranks: int) -> str:
-    """Term for `group` to split: features of the head where they are summed over and divide by `ranks`, else nothing."""
+    """Term for `group` to split: features of the head where they are summed over and `ranks` divides them, else nothing."""
     heads = [token for token, factor in instance.factor.items() if placed.names.of[factor] == "head"]
     for number, token in enumerate(heads, 1):
         summed = all(token in sums for sums in instance.sums)

@@ -145,8 +145,8 @@ UNNAMED: Final = re.compile(r"f\d+")
 def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEntry]:
     """Axis -> entry by which most operators are decided as chosen without a pin. `placed` has been annotated and has choices.
 
-    Candidates are entries of recipes, and one read off the choices: rank by rank the factor that is right most often and wrong least, of
-    the operators that earlier ranks leave. Equal operators of layers count once.
+    Candidates are entries of recipes, and entries read off the choices: rank by rank the factor that is right most often and wrong least,
+    of the operators that earlier ranks leave. Equal operators of layers count once.
     """
     operators = _sample_operators(placed)
     nodes = set(operators)
@@ -159,7 +159,7 @@ def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEn
 
 
 def _sample_operators(placed: PlacedModel) -> dict[Node, str]:
-    """A few members of each class of equal operators, with the name of the class."""
+    """Operator -> name of its class of equal operators, for a few members of each class."""
     members: dict[str, list[Node]] = {}
     for name, instance in named_operators(placed).items():
         members.setdefault(operator_of_layers(name), []).append(instance.node)
