@@ -83,8 +83,8 @@ class Trade:
         return self._kept_values(least_kept(self.can.forward, self.can.operands, here.__getitem__, self.can.wanted), inf)
 
     def within(self, most: int) -> tuple[KeptValues, float]:
-        """The fastest found choice that keeps at most `most` bytes, and a lower bound of the seconds of any; the choice that keeps least, if
-        none keeps so few."""
+        """The fastest found choice that keeps at most `most` bytes, and a lower bound of the seconds of any; the choice that keeps least,
+        if none keeps so few."""
         low, high, price = self.keep_least, self.keep_all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)

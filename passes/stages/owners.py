@@ -100,7 +100,7 @@ class Owners:
         return moves
 
     def _reads(self, stage: Stage) -> list[str]:
-        """Keys that a stage reads, those behind values that are gathered for it before the first microbatch included."""
+        """Keys that a stage reads, including those of values that are gathered for it before the first microbatch."""
         return [key for own in stage.inputs for key in (own, *self._behind.get(own, ()))]
 
 

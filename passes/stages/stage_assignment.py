@@ -52,7 +52,7 @@ class Kinds:
 
 
 def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
-    """`keys`: of the placeholders."""
+    """The nodes of `graph` by the inputs that they depend on. `keys`: of the placeholders."""
     learned: set[Node] = set()
     given: set[Node] = set()
     forward: list[Node] = []
