@@ -209,7 +209,7 @@ class _CandidateSearch:
                 weighed = _candidate(name, self.placed, found)
                 if judge.is_beaten(weighed):
                     return
-                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # than another choice, so there is no margin
+                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: another choice has about the same ratio
                     judge.drop(weighed, SLOWER)
                     return
                 if not self.search.allowed.take_candidate():
@@ -276,7 +276,7 @@ class _CandidateSearch:
     # ------------------------------------------------------------------------------------------------------------------------ recipes
 
     def try_recipes(self) -> None:
-        """Compiles the recipes that may be faster than the best program, and than a known plan elsewhere."""
+        """Compiles the recipes that may be faster than the best program, and than the known plan."""
         judge, ratio = self.judge, self.judge.last_ratio()
         if not judge.apart:  # the last program may be slower than its estimate for its own reason: recompute
             ratio = min(ratio, 1.0)
@@ -313,7 +313,7 @@ class _CandidateSearch:
                 judge.weigh(_candidate(FOUND, placed, found), placed, near=False)
 
     def _smallest(self) -> Sequence[FoundChoice]:
-        """The choice that holds least by the model, if it is known."""
+        """The choice that holds least by the model, if one was found."""
         if self.search.smallest is not None:
             return [self.search.smallest]
         return self._find_choices(ALL, False, self.least())[:1]

@@ -76,7 +76,7 @@ def may_fit(whole: ChunkTrial | None, last: ChunkTrial, size: int) -> bool:
     """Whether more chunks than `last` has, which exceeds the budget, may keep it: logits get smaller in proportion, and nothing else
     changes. `size`: bytes of a rank's logits, all at once."""
     saves = MOST_TIMES * size // last.count
-    if whole is not None and whole.count < last.count:  # the bytes saved so far show how many copies of the logits there are
+    if whole is not None and whole.count < last.count:  # the bytes saved so far show the number of copies of the logits
         saves = min(saves, max(0, last.spare - whole.spare) * whole.count // (last.count - whole.count))
     return last.spare + saves >= 0
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from meshc.passes.driver import budget_errors, choose, nothing_fits, pass_replay, pipeline_search, within_budget
     from meshc.passes.lower import specialise
     from meshc.passes.stages import pipeline_memory, write_chunks
-else:  # imported for what leaves a choice, keeps a budget, has stages or fails
+else:  # imported for programs with a choice, a budget or stages, and for errors
     budget_errors = LazyModule("meshc.passes.driver.budget_errors")
     choose = LazyModule("meshc.passes.driver.choose")
     nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
@@ -277,10 +277,10 @@ def _compile_by_plan(
 
 
 def specialise_backward(program: PlainProgram, left: LoweredProgram, received: Collection[str]) -> PlainProgram:
-    """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
+    """The program with a backward from the outputs named in `received` alone, and the forward stage of `program`.
 
-    `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of
-    those received are no outputs.
+    `left`: the phase that the last pass returned for `program`. Tangents of other outputs are no inputs of it, and gradients that depend on
+    none of the received outputs are no outputs.
     """
     if left.backward is None:
         return program

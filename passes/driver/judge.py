@@ -1,4 +1,4 @@
-"""Candidates for the open axes, each through all passes: the fastest by the clock whose program keeps the memory budget.
+"""Candidates for the open axes, each through all passes, and the fastest of them by the clock that keeps the memory budget.
 
     candidate            by the model   by the clock   a rank holds
     found, hiding more   173.2 ms       158.4 ms       39.2 GB         taken

@@ -12,8 +12,8 @@ from typing import Final
 from meshc.errors import PlanError
 
 MARGIN: Final = 0.05
-"""By how much a bound, or an estimate, must exceed the known seconds: the clock merges updates and small messages that the model counts
-separately."""
+"""Relative excess of a bound, or an estimate, over the known seconds that rules a plan out: the clock merges updates and small messages
+that the model counts separately."""
 BY_MODEL: Final = "by the model, if all is hidden behind computing that can be"
 BY_ESTIMATE: Final = "by the estimates of all candidates"
 BY_STAGES: Final = "by what its stages are estimated to take"

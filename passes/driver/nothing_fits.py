@@ -130,7 +130,7 @@ class _ErrorText:
 
 
 def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
-    """What the user can do, the cheapest change first."""
+    """Advice to the user, the cheapest change first."""
     yield from changes
     yield _budget_advice(least)
     yield f"about {rank_multiple(budget, least)} times the ranks, if they split what is held"

@@ -1,9 +1,9 @@
 """Offload plans to try for a memory budget, where a rank may use memory of its host.
 
     nothing                  905 ms by the clock, of which recomputing takes 60
-    values                   891 ms, 2.2 GB there
-    and state                880 ms, 5.3 GB there                   taken: with room for values, less is recomputed
-    and parameters           902 ms, 6.4 GB there
+    values                   891 ms, 2.2 GB on the host
+    and state                880 ms, 5.3 GB on the host             taken: with room for values, less is recomputed
+    and parameters           902 ms, 6.4 GB on the host
 
 Values that backward reads are decided one by one by `passes/memory/recompute_within_budget.py`; for state and parameters, lines are added
 to the plan. The clock decides between the programs.

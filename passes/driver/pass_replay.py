@@ -175,7 +175,7 @@ def _skeleton(value: Any, numbers: list[Any], known: Known) -> object:
 
 
 Known = dict[int, tuple[object, object, list[Any]]]
-"""By id of a record: the record, which stays alive so, its skeleton, and its numbers. Many values share a sharding."""
+"""By id of a record: the record (kept alive so that ids stay unique), its skeleton, and its numbers. Many values share a sharding."""
 
 
 def _replace_numbers(value: Any, number: Callable[[Any], Any], among: Callable[[Any], bool]) -> Any:

@@ -78,7 +78,7 @@ def has_choice(request: Request) -> bool:
 
 
 def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-    """The cut program of the best candidate, from what `factorize` left. `hook` hears of the passes that led there, in their order.
+    """The cut program of the best candidate, from the result of `factorize`. `hook` hears of the passes that led there, in their order.
 
     Raises DoesNotFit if no candidate keeps the budget, the first candidate's error if all are impossible, and NoFasterPlan if all are
     estimated to be slower than the known plan.
@@ -243,7 +243,7 @@ class PipelineSearch:
 
     def _estimates(self, counts: list[int]) -> dict[int, CountEstimate]:
         """An estimate for each of `counts`, from the lowered program; unknown where nothing has been lowered, or only one microbatch, which
-        does not show whether the batch can be split. (Whether a number is possible is then for the passes to say.)"""
+        does not show whether the batch can be split. The passes then decide whether a number is possible."""
         found = {}
         for count in counts:
             request = replace(self.placed.request, microbatches=count)

@@ -49,7 +49,7 @@ def with_plan(placed: PlacedModel, plan: Plan) -> PlacedModel:
 
 
 def recipes_for(placed: PlacedModel, axes: Sequence[str]) -> Iterator[PricedRecipe]:
-    """The combinations of recipes that the open axes may take, beside the entries of the other axes."""
+    """The combinations of recipes that the open axes may take, with the entries of the other axes."""
     given = {entry.axis: entry for entry in placed.plan.axes}
     for name, entries in combinations(axes, step=bool(placed.joint.updates), local=placed.request.inputs == "local"):
         said = {**given, **{entry.axis: entry for entry in entries}}

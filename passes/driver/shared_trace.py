@@ -164,7 +164,7 @@ def _without_inputs(request: Request) -> Request:
 
 
 def _leaves(request: Request) -> tuple[object, ...]:
-    """What must be equal of inputs: the structure, and everything but the sizes of tensors."""
+    """The properties of inputs that must be equal: their structure, and everything but the sizes of tensors."""
     leaves, spec = trees.flatten((request.args, dict(request.kwargs)))
     told = [("tensor", leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return (spec, *told)

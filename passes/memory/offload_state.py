@@ -6,7 +6,7 @@
                                                               back = to_host(m1, m)
                                                               return {"state:w/exp_avg": back}
 
-The update stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line says that it runs on the
+The update stays on the device for any optimizer (docs/decisions/offload-and-budgets.md), unless the line says that it runs on the
 host too (`update_on_host`). With `offload state: disk` state is stored in files, `m: "f32[8, 4] disk"`, which are mapped into the host's
 memory and copied in the same way. The start of the copies is settled later (`passes/lower/prefetch_offloaded.py`). Counts of steps, which
 are numbers, stay where torch keeps them; they are on the host if the update runs there.

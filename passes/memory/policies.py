@@ -30,7 +30,7 @@ from meshc.rules.elementwise import is_pointwise
 from meshc.rules.families import operator_of
 
 LITTLE: Final = "little"
-"""Internal policy: `cheap`, and all-to-alls, whose result has as many bytes as their operand (`recompute.py`)."""
+"""Internal policy: `cheap`, and all-to-alls, which return as many bytes as they read (`recompute.py`)."""
 
 BY_BUDGET: Final = "by budget"
 """Internal policy: as much as a budget requires of what `layer` recomputes inside of layers, and `cheap` outside

@@ -3,9 +3,9 @@
     forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
     backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)
 
-A policy (`policies.py`) says what may be recomputed, a minimum cut (`kept_values.py`) what is kept for that. A copy is written before its
-first reader in backward and belongs to that phase, so that later passes save only what is still read. Numerics do not change: random draws
-are repeated by seed and position.
+A policy (`policies.py`) decides which values may be recomputed, a minimum cut (`kept_values.py`) which are kept. A copy is written before
+its first reader in backward and belongs to that phase, so that later passes save only what is still read. Numerics do not change: random
+draws are repeated by seed and position.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
         llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     recomputed
         mlp, fsdp         0.7 % less for 0.3 %                                kept
 
-    At the price of a byte (`WORTH`) a minimum cut (`trade.py`) of what `cheap` may recompute is taken if the rank's peak drops by as much:
-    values that are not live at the peak save nothing. The peak of a pipeline is unknown before it is cut. All-to-alls may be recomputed
-    too: otherwise the output of Ulysses' attention would be kept twice, by heads for attention and by positions for the projection.
+    A minimum cut (`trade.py`) at the price of a byte (`WORTH`) decides which values of the policy `cheap` are recomputed, and is taken if
+    the rank's peak drops by as much: values that are not live at the peak save nothing. The peak of a pipeline is unknown before it is
+    cut. All-to-alls may be recomputed too: otherwise the output of Ulysses' attention would be kept twice, by heads for attention and by
+    positions for the projection.
     """
     can = recomputable_of_stage(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:

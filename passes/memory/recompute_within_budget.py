@@ -63,7 +63,7 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
             return made.left
         least = least or _RecomputedProgram(lowered, can, *choice.within(fewest))
         if least.held > budget:
-            # what is recomputed is in memory as well: one of those between may hold less
+            # recomputed values take memory too: a choice in between may hold less
             between: list[_RecomputedProgram] = []
             for part in range(PARTS - 1, 0, -1):
                 between.append(_RecomputedProgram(lowered, can, *choice.within(whole * part // PARTS)))

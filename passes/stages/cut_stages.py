@@ -115,7 +115,7 @@ class UncutProgram:
         return Cutter(self.lowered, axis.name, own, shape).cut_program()
 
     def shapes_within_budget(self, shape: PipelineShape, needed: int, budget: int) -> list[PipelineShape]:
-        """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
+        """Shapes with cuts that may need no more than `budget` bytes, where `shape` needs `needed` bytes; the faster first."""
         return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._stage_bytes, needed, budget)]
 
     def places(self, shape: PipelineShape) -> StageMap:

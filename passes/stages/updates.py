@@ -34,7 +34,7 @@ class Updates:
     """Rank of each node of the stage after the last microbatch, or ALL; nodes without a rank are computed where they are read."""
 
     placed: dict[Node, int] = field(default_factory=dict)
-    totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, and what each adds up
+    totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, each with its terms
 
 
 def place_updates(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
@@ -42,7 +42,7 @@ def place_updates(stage: Stage, entering: Mapping[str, int], owners: Mapping[str
 
     entering  rank of each key that enters: parameters, states, sums
     owners    rank of a parameter by its name
-    labels    global-view value -> the parameter whose update it belongs to
+    labels    global-view value -> the parameter of the update that it belongs to
     """
     found = Updates()
     keys = stage.keys()
