@@ -63,7 +63,7 @@ class PassMemo:
     """The most recently used comes first."""
 
     def run_before_recompute(self, placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-        """A copy of the memoised result for `placed`, or the result of the function of this name."""
+        """As the function of this name. The result is memoised; a copy of it is returned."""
         one = next((each for each in self.kept if _has_same_request(placed, each.placed)), None)
         if one is None:
             del self.kept[self.most - 1 :]  # frees memory before the next result
