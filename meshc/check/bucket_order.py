@@ -95,8 +95,7 @@ def _first_types(node: Node) -> Iterator[Node]:
 
 
 def _path_up(node: Node, end: Node | None = None) -> list[Node]:
-    """The chain of permutes and reshapes that ends in `node`: from `end`, or without `end` from the nearest value before them that has a
-    declared sharding."""
+    """The permutes and reshapes up to `node`, from `end`, or without `end` from the nearest value with a declared sharding."""
     path = [node]
     while path[-1] is not end and path[-1].target in (aten.reshape.default, aten.permute.default):
         if end is None and len(path) > 1 and ir.record(path[-1]).sharding is not None:

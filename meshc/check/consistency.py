@@ -263,8 +263,7 @@ def _constants(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
-    """Faults of a schedule without pipeline stages: unknown stages, values read before they exist, wrong additions. Lists of a pipeline are
-    checked by `refuse_incomplete`."""
+    """A message for every fault of a schedule without pipeline stages; `refuse_incomplete` checks the lists of a pipeline."""
     if program.pipeline is not None:
         return
     there = {port.key for port in program.inputs}

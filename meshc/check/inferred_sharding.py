@@ -116,7 +116,7 @@ def flat(spread: InferredSharding) -> list[Part]:
 
 
 def alike(one: Parts, other: Parts) -> bool:
-    """Whether two dims are sharded alike: equal order of elements (`run_of`), and equal factors where both dims have equal parts."""
+    """Whether two dims are sharded alike: equal order of elements (`run_of`), and no part with two different names."""
     if [part.size for part in one] == [part.size for part in other]:
         named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
         return named and [part.cuts for part in one] == [part.cuts for part in other]

@@ -79,8 +79,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _check_argument(value: object, sizes: bool) -> None:
-    """Raises Wrong for a list too long, an integer too large, or the meta device. `sizes`: whether integers in `value` are sizes or
-    positions, not numbers that a kernel computes with."""
+    """Raises Wrong for long lists, large sizes and the meta device. `sizes`: integers in `value` are sizes or positions, not data."""
     if isinstance(value, list | tuple):
         if len(value) > MOST_ITEMS:
             raise Wrong(f"a list of {len(value)} is among its arguments; at most {MOST_ITEMS} may stand in one")

@@ -35,8 +35,7 @@ def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes:
 
 
 def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
-    """Raises Wrong for an operand with padding that is reduced over and not neutral, or that must be zero and is not (`Rule.clean`).
-    `names`: of the operands."""
+    """Raises Wrong for padding that is reduced over and not neutral, or not zero where `rule.clean` needs it. `names`: of the operands."""
     if rule.kind == "layout":
         return
     summed = {letter for sums in rule.sums for letter in sums} if not rule.self_masked else set()

@@ -24,8 +24,8 @@ from meshc.check.inferred_sharding import InferredSharding, dim_text
 from meshc.check.spmd_shardings import Place
 from meshc.check.types import Wrong
 from meshc.ir.window import tile_length
-from meshc.ops import attention as _attention  # noqa: F401 - likewise
-from meshc.ops import attention_block as _block  # noqa: F401 - registers them
+from meshc.ops import attention as _attention  # noqa: F401 - registers them
+from meshc.ops import attention_block as _block  # noqa: F401 - likewise
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
 from meshc.private import OpOverload
@@ -53,8 +53,7 @@ Back = Mapping[tuple[str, ...], int]
 def ring_offsets(
     node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
 ) -> list[Back]:
-    """For each of `count` results, axes of a ring -> how many places before this rank the owner is. Raises Wrong for operands of several
-    ranks."""
+    """For each of `count` results, axes of a ring -> places before this rank of its owner. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
         return [common_offsets([*given.values()])]
     if node.target in CAUSAL:

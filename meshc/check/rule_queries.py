@@ -99,8 +99,7 @@ class RuleQueries:
         )
 
     def _declared_sharding(self, node: Node, declared: InferredSharding) -> InferredSharding:
-        """The declared sharding of a result; of a result with unknown dims that only a `halo_sum` reads, the declared sharding of that
-        sum, which differs only in dims of space."""
+        """The declared sharding of a result, or, if unknown, of the `halo_sum` that alone reads it, which differs only in dims of space."""
         while not declared.has_all_dims and len(node.users) == 1 and (user := next(iter(node.users))).target is spmd.halo_sum:
             node, declared = user, InferredSharding.of(ir.record(user), self.sizes)
         return declared

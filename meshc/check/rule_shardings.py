@@ -2,7 +2,7 @@
 
     mm, "m k, k n -> m n +k", of [batch 4/dp, ffn 32/tp] and [ffn 32/tp, hidden 8]      gives [batch 4/dp, hidden 8] partial(sum: tp)
     mm of [batch 4/dp, ffn 32/tp] and [ffn 32, hidden 8]                                refused: k is split in one and not in the other
-    relu of a value that is partial(sum: tp)                                            refused: relu of partial sums is not partial
+    relu of a value that is partial(sum: tp)                                            refused: relu does not commute with a sum
 
 Rules are stated for global values, and queried here for the tiles of a rank, which the same operator computes from tiles. A value that
 depends on the rank's coordinates otherwise `varies`; only what holds for such values too is checked.
@@ -61,7 +61,7 @@ def shardings_by_rule(
     letters = _letters(node, names, rule, given, piece, sizes)
     lost = (
         [] if any(not deferral.left for deferral in deferrals) else _letters_without_result(rule, letters)
-    )  # a deferral that leaves nothing partial is of an operand with a shape that alone is read
+    )  # a deferral that leaves nothing partial: only the shape of its operands is read
     if lost and not piece:
         raise Wrong(f"{op_name(node)} makes its result of all of [{dim_text(letters[lost[0]])}], of which a rank has a tile")
     owing = [_partial_of_sums(rule, index, letters) for index in range(len(rule.results))]
@@ -147,7 +147,7 @@ def _letters_with_result(rule: Rule) -> set[str]:
 
 
 def _partial_of_sums(rule: Rule, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:
-    """Axis -> reduction of a result that sums over split letters; None if the parts of such a letter are unknown."""
+    """Axis -> reduction of result `index`, for the axes of the letters that it sums over; None if such a letter is unknown."""
     sums = rule.sums[index] if index < len(rule.sums) else {}
     owed: dict[str, str] = {}
     for letter, how in sums.items():
@@ -186,8 +186,8 @@ def _deferred_partial(
     given: Sequence[InferredSharding],
     owing: Sequence[Mapping[str, str] | None],
 ) -> dict[str, str] | None:
-    """Axis -> reduction that results take over from partial operands; None if an operand's is unknown. `owing`: axis -> reduction of each
-    result by the sums of the rule; operands added to a partial sum must be partial too."""
+    """Axis -> reduction that results take over from partial operands; None if unknown. Raises Wrong for a partial operand without a
+    deferral. `owing`: axis -> reduction of each result by the rule's sums; operands added to a partial sum must be partial too."""
     if any(spread.partial is None for spread in given):
         return None
     summed, added = _summed_axes(owing), _addend_positions(deferrals, len(given))

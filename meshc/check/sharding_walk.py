@@ -67,7 +67,7 @@ class _ShardingWalk:
         self.places: dict[object, Place | None] = {}
         self.asked = RuleQueries(rules, sizes) if rules is not None else None
         self.calls: dict[object, tuple[InferredSharding, ...]] = {}
-        """Call -> shardings of its results where the same call came first."""
+        """Call -> shardings of its results at the first line with that call."""
 
     def visit(self, node: Node) -> None:
         records = ir.records(node)
@@ -105,8 +105,7 @@ class _ShardingWalk:
                 self.handed.give(key, value, self._sharding(value))
 
     def _declared_shardings(self, node: Node) -> tuple[InferredSharding, ...]:
-        """The declared sharding of each result: of several results those of their `getitem` lines, of an input with a plain type the one
-        from earlier stages."""
+        """Declared shardings: of several results by their `getitem` lines; of an input with a plain type the one from earlier stages."""
         if node.op == "placeholder" and self.handed is not None and ir.record(node).sharding is None:
             known = self.handed.of(self.keys[node], ir.record(node))
             return (known or InferredSharding.of(ir.record(node), self.sizes),)

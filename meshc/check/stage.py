@@ -153,8 +153,7 @@ def may_view(target: Target) -> bool:
 
 
 def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
-    """Raises Wrong for a write into an input other than a parameter, buffer or state, for a second write into one value, and for operators
-    other than `WRITERS` that write."""
+    """Raises Wrong for writes by operators other than `WRITERS`, into inputs that the program does not own, or twice into one value."""
     schema = node.target._schema  # type: ignore[union-attr]
     if not schema.is_mutable:
         return

@@ -1,4 +1,4 @@
-"""Faults of readers of values that are stored with their used rows alone (`meshc/ir/used_rows_dims.py`): readers must treat rows singly.
+"""Faults of readers of values with used rows alone (`meshc/ir/used_rows_dims.py`): a reader must treat each row by itself.
 
     h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
     y: "f32[1, 8, 4]" = aten.silu(h)                                refused: there are fewer than 8 rows

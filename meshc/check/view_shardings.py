@@ -108,8 +108,7 @@ def piece_at(pieces: Sequence[tuple[int, InferredSharding]], start: int, length:
 
 
 def slice_dim(dim: Parts, start: int, length: int, step: int, sizes: Mapping[str, int], piece: bool) -> Parts | None:
-    """The parts of `length` positions of a dim, from `start` on. Raises Wrong for a slice that cuts tiles, or returns None for it if
-    `piece`: the line is one of several in a rule's lowering."""
+    """The parts of `length` positions of a dim from `start` on. Raises Wrong if tiles are cut; None instead for a `piece` of a lowering."""
     whole = tile(dim, sizes)
     if (start, length, step) == (0, whole, 1):
         return dim

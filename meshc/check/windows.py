@@ -105,8 +105,7 @@ def _parts_of_letter(letter: str, rule: Rule, given: Sequence[InferredSharding],
 
 
 def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
-    """Raises Wrong for a halo with other sizes or axes than its dims have. `whole`: the dim that its windows read; `over`: the dim with a
-    window for each tile."""
+    """Raises Wrong for a halo that does not fit its dims: `whole`, which its windows read, and `over`, with a window for each tile."""
     _check_size(halo, whole, halo.size, "it is of a dim of")
     _check_size(halo, over, halo.window[0], "its windows are those of")
     if over is not None and any(part.axes for part in over):
