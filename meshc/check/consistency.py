@@ -1,7 +1,8 @@
 """Consistency of a program's text: signature, stages, keys and schedule against each other, before anything runs.
 
     ports      inputs and outputs have valid types in natural order; constants have the declared shapes and dtypes
-    stages     each value is what its operator returns (`stage.py`); regions can be compiled (`compiled_regions.py`)
+    stages     each value has the type and sharding that its operator returns (`stage.py`, `sharding_walk.py`);
+               regions can be compiled (`compiled_regions.py`)
     storage    memory that values share (`meshc/ir/sharing.py`): no read of an overwritten value, no result in memory kept between calls
     keys       a key has one type in the signature and in all stages that write or read it
     schedule   runs existing stages on existing values; collectives that start early start with complete sums (`starts.py`)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Parts = tuple[Part, ...]
 Runs = frozenset[tuple[str, ...]]
 UNNAMED = ""
-"""Factor of a part of which only the size is known."""
+"""Factor of a part with nothing known but its size."""
 
 
 @dataclass(frozen=True)

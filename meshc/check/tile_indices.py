@@ -307,7 +307,7 @@ class TileIndices:
             raise Wrong(f"it adds what {grad} has for rows of other ranks to the first of its own: mask {grad}")
 
     def _rows_of_write(self, node: Node) -> Index | None:
-        """The result of a write into a tile and one row after it, which takes what is written to rows of other ranks."""
+        """The result of a write into a tile and one row after it, which collects the writes to rows of other ranks."""
         x, _, index = (cast(Node, one) for one in arguments(node)[:3])
         shape, tile, dim = ir.record(x).shape, self._tile(index), dim_of(node)
         inner = ir.operands(x)[0] if ir.record(x).sharding is None and x.target is aten.cat.default else x
