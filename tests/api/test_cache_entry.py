@@ -93,7 +93,7 @@ def first(file: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.fixture
-def kept(folder: Path, first: tuple[Path, str]) -> Path:
+def used_folder(folder: Path, first: tuple[Path, str]) -> Path:
     """The folder of a job that has compiled MODEL once."""
     shutil.copytree(first[0], folder)
     return folder
@@ -142,19 +142,19 @@ EDITS = {
 
 
 @pytest.mark.parametrize("what", EDITS)
-def test_an_edit_compiles_again(kept: Path, file: Path, what: str) -> None:
+def test_an_edit_compiles_again(used_folder: Path, file: Path, what: str) -> None:
     before, after = EDITS[what]
     assert MODEL.count(before) == 1
     edited = MODEL.replace(before, after)
-    second = start(kept, net(edited, file))
-    assert not was_taken(second) and program_cache.size(kept).programs == 2
-    assert was_taken(start(kept, net(edited, file))) and was_taken(start(kept, net(MODEL, file)))
+    second = start(used_folder, net(edited, file))
+    assert not was_taken(second) and program_cache.size(used_folder).programs == 2
+    assert was_taken(start(used_folder, net(edited, file))) and was_taken(start(used_folder, net(MODEL, file)))
 
 
-def test_what_else_is_asked_compiles_again(kept: Path, file: Path) -> None:
+def test_what_else_is_asked_compiles_again(used_folder: Path, file: Path) -> None:
     for asked in ({"rows": 6}, {"lr": 0.2}, {"plan": "zero1"}, {"remat": "none"}):
-        assert not was_taken(start(kept, net(MODEL, file), **asked)), asked
-        assert was_taken(start(kept, net(MODEL, file), **asked)), asked
+        assert not was_taken(start(used_folder, net(MODEL, file), **asked)), asked
+        assert was_taken(start(used_folder, net(MODEL, file), **asked)), asked
     assert not was_taken(start(False, net(MODEL, file)))  # type: ignore[arg-type]
 
 
@@ -231,12 +231,12 @@ def half(place: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut_short, edited, told_otherwise, half])
-def test_what_was_damaged_is_refused_and_compiled_again(kept: Path, first: tuple[Path, str], file: Path, spoil: Any) -> None:
-    spoil(entry(kept))
+def test_what_was_damaged_is_refused_and_compiled_again(used_folder: Path, first: tuple[Path, str], file: Path, spoil: Any) -> None:
+    spoil(entry(used_folder))
     with pytest.warns(UserWarning, match="is not used, and compiled again"):
-        second = start(kept, net(MODEL, file))
+        second = start(used_folder, net(MODEL, file))
     assert not was_taken(second) and text(second) == first[1]
-    assert was_taken(start(kept, net(MODEL, file)))
+    assert was_taken(start(used_folder, net(MODEL, file)))
 
 
 def test_another_jobs_program_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -258,10 +258,10 @@ def test_another_jobs_program_is_refused(folder: Path, tmp_path: Path) -> None:
         assert text(start(folder, net(MODEL, file))) == text(mine)
 
 
-def test_a_folder_that_others_can_write_is_not_used(kept: Path, file: Path) -> None:
-    os.chmod(kept, 0o777)
+def test_a_folder_that_others_can_write_is_not_used(used_folder: Path, file: Path) -> None:
+    os.chmod(used_folder, 0o777)
     with pytest.warns(UserWarning, match="can be written by others"):
-        program = start(kept, net(MODEL, file))
+        program = start(used_folder, net(MODEL, file))
     assert not was_taken(program) and any(NOT_KEPT in note for note in program.compiled.notes)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import meshc
 from tests.broad import broad
-from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 X = torch.randn(4, 6, 8)
 
