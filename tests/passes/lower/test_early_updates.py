@@ -132,7 +132,7 @@ def test_a_region_ends_where_a_bucket_does() -> None:
 def test_a_limit_says_how_much_is_updated_together() -> None:
     before = steps(step_of(), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
     before = before[: before.index("schedule = [")]
-    for limit, counts in ((1, [1] * LAYERS), (8 * WEIGHT, [8, 8]), (100 * WEIGHT, [LAYERS])):
+    for limit, counts in ((1, [1] * LAYERS), (LAYERS // 2 * WEIGHT, [LAYERS // 2] * 2), (100 * WEIGHT, [LAYERS])):
         assert [len(parameters(update)) for update in updates(fuse_stage_updates(parse_stage(before), limit).graph)] == counts
 
 
