@@ -60,6 +60,8 @@ class _Alike(pickle.Pickler):
         return None
 
     def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch._ops.OpOverload):
+            return str, (str(value),)
         if isinstance(value, types.CodeType):
             where = (value.co_filename, value.co_firstlineno)
             return tuple, ((*where, value.co_code, value.co_consts, value.co_names, value.co_freevars),)
