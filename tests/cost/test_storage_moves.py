@@ -33,6 +33,16 @@ from meshc.text import parse
 from meshc.text.printer import hash_program, print_stage, print_type
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
+TEXT = '''@ranks("dp=2")
+def main(
+    m: "f32[8, 4] tape" = "state:w/exp_avg",
+):
+    d: "f32[8, 4]" = from_host(m)
+    back: "f32[8, 4] tape" = to_host(d, m)
+    return {
+        "state:w/exp_avg": back,
+    }
+'''
 
 
 def test_each_tier_has_its_record_its_links_and_its_copy() -> None:
@@ -87,11 +97,7 @@ def test_a_text_names_a_planted_tier_and_the_checker_refuses_what_cannot_be(copi
     for two in ("host tape", "disk tape"):
         with pytest.raises(ArtifactError, match="what lies on the tape lies on the host: say one of the two"):
             parse.parse_one_type(f"f32[8, 4] {two}")
-    text = (
-        '@ranks("dp=2")\ndef main(\n    m: "f32[8, 4] tape" = "state:w/exp_avg",\n):\n'
-        '    d: "f32[8, 4]" = from_host(m)\n    back: "f32[8, 4] tape" = to_host(d, m)\n    return {\n        "state:w/exp_avg": back,\n    }\n'
-    )
-    sound = parse.parse_stage(text)
+    sound = parse.parse_stage(TEXT)
     assert list(host_values.faults(sound)) == [] and print_stage(parse.parse_stage(print_stage(sound))) == print_stage(sound)
     for right, wrong, why in (
         ('"state:w/exp_avg",', '"parameter:w",', "parameter:w cannot lie on the tape; state can"),
@@ -100,7 +106,7 @@ def test_a_text_names_a_planted_tier_and_the_checker_refuses_what_cannot_be(copi
         ("to_host(d, m)", "to_host(d)", "what it makes lies in memory, and its type says the tape"),
         ("from_host(m)", "aten.relu(m)", "it reads what lies on the tape, or makes it: from_host and to_host alone do"),
     ):
-        assert why in {told.split(": ", 1)[1] for _, told in host_values.faults(parse.parse_stage(text.replace(right, wrong)))}
+        assert why in {told.split(": ", 1)[1] for _, told in host_values.faults(parse.parse_stage(TEXT.replace(right, wrong)))}
 
 
 @pytest.fixture(scope="module")
