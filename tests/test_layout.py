@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -156,8 +158,28 @@ def test_the_passes_have_ten_rooms_and_the_list_of_passes_lies_below_what_search
     assert rooms == ["depth", "driver", "lower", "memory", "partition", "phases", "place", "planner", "stages", "trace"]
     found = arrows()
     assert "meshc.passes.pipeline" in found["meshc.passes.driver"]
-    for file in ("pipeline", "pass_runner", "structure_check", "dump"):
-        assert not found.get(f"meshc.passes.{file}", set()) & {"meshc.passes.driver", "meshc.passes.planner"}
+    for file in ("pipeline", "pass_runner", "dump"):
+        assert not found[f"meshc.passes.{file}"] & {"meshc.passes.driver", "meshc.passes.planner"}
+
+
+def entries() -> dict[str, set[str]]:
+    """Of each room of passes, the modules that others import. Passes themselves are run by the list, which names them."""
+    names, found = {name for name, _ in modules()}, defaultdict(set)
+    for module, file in modules():
+        for target in imported(module, file.name == "__init__.py", file.read_text()):
+            parts = target.split(".")
+            if target in names and parts[:2] == ["meshc", "passes"] and len(parts) > 3 and module.split(".")[:3] != parts[:3]:
+                found[parts[2]].add(".".join(parts[3:]))
+    return found
+
+
+def test_a_room_of_passes_says_at_its_door_what_others_import() -> None:
+    """`phases` is data, which all of them are made of."""
+    told = {}
+    for name in entries():
+        door = (ROOT / "passes" / name / "__init__.py").read_text().partition("Others import")[2].partition('"""')[0]
+        told[name] = set(re.findall(r"`(\w+)`", door))
+    assert {name: found ^ told[name] for name, found in entries().items() if name != "phases" and found != told[name]} == {}
 
 
 def test_a_planted_circle_is_found() -> None:

@@ -6,10 +6,12 @@ import ast
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from tests import words_left
+from tests.test_layout import modules
 from tests.words_left import ROOT
 
 ROWS = words_left.rows()
@@ -31,15 +33,64 @@ def test_its_file_is_there_and_uses_the_word() -> None:
 
 
 @cache
-def named() -> list[tuple[Path, list[str], list[str]]]:
-    """The names of classes and of functions, file by file."""
-    found = []
-    for folder in ("meshc", "passes", "runtime"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-            classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
-            found.append((path, classes, [node.name for node in nodes if isinstance(node, ast.FunctionDef)]))
-    return found
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for _, path in modules()]
+
+
+PARTICIPLES = {
+    "Prefetched", "Program.asked", "Program.compiled", "Program.guarded", "Program.lowered", "Program.traced", "RebalanceReport.moved",
+    "Step.lent", "_given", "_searchsorted", "_unsupported", "imported",
+}  # fmt: skip
+"""Names that are a bare participle: public ones, decorators, and operators of torch."""
+IRREGULAR = set(
+    "told made said put held kept found given left sent written taken drawn known seen meant built begun shown lost chosen asked laid lent "
+    "met brought caught done got hidden lain led paid spent stuck torn worn bound grown".split()
+)
+ALIKE = {("meshc/api", "meshc/commands"), ("meshc/commands", "meshc/plan"), ("meshc/ops", "meshc/rules"), ("meshc", "meshc/plan")}
+"""Folders whose files may have one name: a command and what it runs, an operator and its rule, a public module and what it shows."""
+
+
+def is_participle(name: str) -> bool:
+    """A single word that says what was done to something, but not to what."""
+    word = name.strip("_").lower()
+    single = "_" not in word and not re.search("[a-z][A-Z]", name)
+    return single and (
+        word in IRREGULAR or (word.endswith("ed") and len(word) > 4 and word not in ("embed", "exceed", "proceed", "shared", "speed"))
+    )
+
+
+def qualified(node: ast.AST, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Dotted names of the definitions within a node."""
+    for child in ast.iter_child_nodes(node):
+        defines = isinstance(child, ast.ClassDef | ast.FunctionDef)
+        inner = (*path, child.name) if isinstance(child, ast.ClassDef | ast.FunctionDef) else path
+        if defines:
+            yield ".".join(inner)
+        yield from qualified(child, inner)
+
+
+def test_a_name_is_a_noun_or_a_verb_with_its_object() -> None:
+    found = {name for _, tree in trees() for name in qualified(tree) if is_participle(name.rpartition(".")[2])}
+    assert found == PARTICIPLES
+    assert [name for name in ("made", "_told", "Kept", "Expected", "read_plan", "seed", "Shared") if is_participle(name)] == [
+        "made", "_told", "Kept", "Expected",
+    ]  # fmt: skip
+
+
+def test_a_name_is_that_of_one_thing() -> None:
+    """`TrainStep` is one, and announces its rank where users construct it."""
+    classes = Counter(node.name.strip("_") for _, tree in trees() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == ["TrainStep"]
+    folders: dict[str, list[str]] = {}
+    for path, _ in trees():
+        if path.name != "__init__.py":
+            folders.setdefault(path.stem, []).append(str(path.parent.relative_to(ROOT)))
+    assert {stem: several for stem, several in folders.items() if len(several) > 1 and tuple(sorted(several)) not in ALIKE} == {}
+
+
+def test_a_first_line_is_a_noun_phrase() -> None:
+    begins = re.compile(r"(What|Which|Where|How|Who|Whose|Whether|Of|They|When|Why|That)\b")
+    assert [path for path, tree in trees() if begins.match(ast.get_docstring(tree) or "That")] == []
 
 
 def test_words_that_are_out_grow_fewer() -> None:
@@ -57,5 +108,5 @@ def test_each_place_of_a_word_counts() -> None:
 def test_a_word_is_the_name_of_one_class_at_most() -> None:
     words = {re.sub(r" \(.*", "", row[0]).title().replace(" ", "") for row in ROWS}
     assert {"Program", "Stage", "PipelineStage"} <= words
-    found = Counter(name for _, names, _ in named() for name in names if name in words)
-    assert [name for name, count in found.items() if count > 1] == []
+    found = Counter(name.rpartition(".")[2] for _, tree in trees() for name in qualified(tree))
+    assert [word for word in words if found[word] > 1] == []

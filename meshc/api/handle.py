@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from meshc.pipelining import draw
     from meshc.pipelining.timing import Timeline
     from meshc.report import explanation, html, page, search_tables, summary
-    from meshc.report.rebalance_report import Report
+    from meshc.report.rebalance_report import RebalanceReport
     from meshc.runtime.saved import initial_values
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
@@ -435,7 +435,7 @@ class Program:
         with self.world.together("save_pretrained"):
             pretrained.save_pretrained(self, path, **kwargs)
 
-    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST, copies: int | None = None) -> Report:
+    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST, copies: int | None = None) -> RebalanceReport:
         """Move experts between ranks, by what they have to do, so that ranks have as much; with `Experts(copies=)` those with most to
         do are stored on several ranks. Between two steps; all ranks call it.
 

@@ -11,7 +11,7 @@ import torch
 from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
 from meshc.plan.expert_group_counts import groups_of
-from meshc.report.rebalance_report import LayerRebalance, Report, plan_layer_move
+from meshc.report.rebalance_report import LayerRebalance, RebalanceReport, plan_layer_move
 from meshc.runtime.state import moved_experts
 from meshc.runtime.state.store import Store
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Loads = Mapping[str, "torch.Tensor | Sequence[float] | ExpertLoad"]
 
 
-def rebalance(program: Program, loads: Loads | None, least: float, copies: int | None) -> Report:
+def rebalance(program: Program, loads: Loads | None, least: float, copies: int | None) -> RebalanceReport:
     """`Program.rebalance`, on every rank."""
     if not 0 <= least < 1:
         raise InputError(f"rebalance(least={least!r}): a share from 0 to 1, such as 0.05")
@@ -51,7 +51,7 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
     for one in layers:
         if one.changed:
             moved_experts.move(store, one.path, one.spread)
-    return Report(tuple(layers))
+    return RebalanceReport(tuple(layers))
 
 
 def _spare(program: Program, copies: int | None) -> int:

@@ -49,7 +49,7 @@ class LayerRebalance:
 
 
 @dataclass(frozen=True)
-class Report:
+class RebalanceReport:
     """The report of `program.rebalance`, by layer in the model's order."""
 
     layers: tuple[LayerRebalance, ...]

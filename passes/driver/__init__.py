@@ -1,1 +1,4 @@
-"""Pass pipeline, its runner, the searches over its choices, and the hooks after each pass."""
+"""Pass pipeline, its runner, the searches over its choices, and the hooks after each pass.
+
+Others import `compile_program`, `hooks`, `no_faster_plan`, `nothing_fits` and `shared_trace`.
+"""

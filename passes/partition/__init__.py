@@ -1,4 +1,7 @@
-"""Partition: the per-rank graph, from the global-view graph and its shardings."""
+"""Partition: the per-rank graph, from the global-view graph and its shardings.
+
+Others import `builder`, `make_main_stage`, `partition`, `reshard` and `turn_choice`.
+"""
 
 from meshc.passes.partition.partition import partition
 

@@ -1,1 +1,4 @@
-"""Passes over the global graph before anything is split: mixed precision, meshc's own operators, backward, update."""
+"""Passes over the global graph before anything is split: mixed precision, meshc's own operators, backward, update.
+
+Others import `mean_of_parts` and `put_sizes`.
+"""

@@ -23,7 +23,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
 from meshc.plan.expert_group_counts import groups_of
 from meshc.program.program import PlainProgram, Port
-from meshc.report.rebalance_report import Report, plan_layer_move
+from meshc.report.rebalance_report import RebalanceReport, plan_layer_move
 from meshc.runtime.comm import reorder
 from meshc.runtime.saved.loaded_program import LoadedProgram
 from meshc.runtime.state.stored_tensor import inverse
@@ -57,7 +57,7 @@ class Placement:
             layer: ExpertPlacement(tuple(range(count)), (-1,) * (self.groups[layer] * self.spare[layer])) for layer, count in layers.items()
         }
 
-    def by_load(self, found: Mapping[str, Tensor]) -> Report:
+    def by_load(self, found: Mapping[str, Tensor]) -> RebalanceReport:
         """Moves experts by the tokens that a call has counted, which every rank has whole. All ranks call it."""
         loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.spread}
         layers = [
@@ -70,7 +70,7 @@ class Placement:
         for one in layers:
             if one.changed:
                 self._move(one.path, one.spread)
-        return Report(tuple(layers))
+        return RebalanceReport(tuple(layers))
 
     def home(self) -> None:
         """Moves every expert back to its own place."""
