@@ -255,12 +255,12 @@ class Changes:
         if self._unseen and self._hurried.due(run):
             stored = self._unseen.values()
         elif run >= FIRST_LOOK and _is_rare_turn(run):
-            stored = self._quickly_read()
+            stored = self._compared_tensors()
         if stored:
             self._compare(board, f"run {run}", stored, {}, 0.0)
             self._unseen = {}
 
-    def _quickly_read(self) -> list[StoredTensor]:
+    def _compared_tensors(self) -> list[StoredTensor]:
         """Stored tensors but those of tiers that are compared only when all ranks save."""
         return [held for held in self._held if held.storage not in TIERS or TIERS[held.storage].compared]
 
@@ -285,7 +285,7 @@ class Changes:
         if self._asked.due(run):
             changed = "; ".join(sorted(self._told | self._uncompared))
             when = f"asked behind run {run}, {hashlib.blake2b(changed.encode(), digest_size=8).hexdigest()}"
-            self._compare(board, when, self._quickly_read(), {}, 0.0)
+            self._compare(board, when, self._compared_tensors(), {}, 0.0)
 
     def _last_run(self, board: FailureBoard) -> int:
         self.look()
