@@ -17,6 +17,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.ir import spmd
 from meshc.ir.keys import Kind, is_a
+from meshc.ir.storage_moves import is_state_only
 from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
@@ -33,10 +34,10 @@ def faults(stage: Stage) -> Iterator[tuple[str, str]]:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): it reads {gone}, and {over[gone]} above has copied over it"
         if spmd.is_host_copy(node.target):
             over |= dict.fromkeys(node.all_input_nodes[1:], node)
-        if node.op == "placeholder" and ir.record(node).storage == "disk" and not is_a(keys[node], "state"):
-            yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the disk; state can"
-        elif node.op == "placeholder" and ir.record(node).storage != "device" and not is_a(keys[node], *MAY):
-            yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the host; {', '.join(MAY)} can"
+        if node.op == "placeholder" and (storage := ir.record(node).storage) != "device":
+            may: tuple[Kind, ...] = ("state",) if is_state_only(storage) else MAY
+            if not is_a(keys[node], *may):
+                yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the {storage}; {', '.join(may)} can"
         if node.op == "call_function" and (why := _why_not(node)):
             yield node.name, f"{node.name} = {spelling(node.target)}(...): {why}"
     for key, value in stage.results().items():
@@ -52,8 +53,9 @@ def _why_not(node: Node) -> str:
         return f"{read[1]} is no place to copy to: that is what enters the stage as state or a parameter"
     if _is_on_host(node) != out:
         return f"what it makes lies on the {'host, which its type does not say' if out else 'device, and its type says the host'}"
-    if (disk := _is_on_disk(node)) != (out and len(read) > 1 and _is_on_disk(read[1])):
-        return f"what it makes lies {'in memory, and its type says the disk' if disk else 'on the disk, which its type does not say'}"
+    if (said := _tier_of_state(node)) != (place := _tier_of_state(read[1]) if out and len(read) > 1 else ""):
+        where = f"on the {place}, which its type does not say" if place else f"in memory, and its type says the {said}"
+        return f"what it makes lies {where}"
     for operand, host in zip(read, (not out, out), strict=False):
         if _is_on_host(operand) != host:
             return f"it reads {operand}, which lies on the {'device' if host else 'host: from_host copies it to the device'}"
@@ -62,8 +64,8 @@ def _why_not(node: Node) -> str:
 
 def _why_not_one_side(node: Node) -> str:
     """Why an operator other than a copy mixes host and device; "" if it does not."""
-    if any(map(_is_on_disk, (node, *node.all_input_nodes))):
-        return "it reads what lies on the disk, or makes it: from_host and to_host alone do"
+    if tier := next(filter(None, map(_tier_of_state, (node, *node.all_input_nodes))), ""):
+        return f"it reads what lies on the {tier}, or makes it: from_host and to_host alone do"
     read = [one for one in node.all_input_nodes if ir.has_record(one) and any(each.dtype is not None for each in ir.records(one))]
     there = [one for one in read if _is_on_host(one)]
     if there and (len(there) < len(read) or spmd.is_function(node.target)):
@@ -73,8 +75,9 @@ def _why_not_one_side(node: Node) -> str:
     return ""
 
 
-def _is_on_disk(node: Node) -> bool:
-    return any(one.storage == "disk" for one in ir.records(node)) if ir.has_record(node) else False
+def _tier_of_state(node: Node) -> str:
+    """The tier of state alone in which the value is stored, if it is in one."""
+    return next((one.storage for one in ir.records(node) if is_state_only(one.storage)), "") if ir.has_record(node) else ""
 
 
 def _is_on_host(node: Node) -> bool:

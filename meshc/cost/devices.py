@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -26,6 +26,7 @@ from meshc.errors import ArtifactError, PlanError
 from meshc.files.folders import write_text
 from meshc.ir.bounds import brief_repr, number, read_text
 from meshc.ir.mesh import Mesh
+from meshc.ir.storage_moves import TIERS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,6 +47,8 @@ LEAST, MOST = 1e-12, 1e24
 """Bounds of figures in the files; no device comes near either."""
 MOST_CHARACTERS: Final = 1 << 20
 """Largest length of a file of devices."""
+STORAGE_LINKS: Final = tuple(dict.fromkeys(name for tier in TIERS.values() for name in tier.links))
+"""Fields of a `Device`: its links to where tiers are stored."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +142,13 @@ class Device:
         return self if self.host is None else _of_host(self.processor)
 
     @property
-    def disk_link(self) -> Link:
-        """The link to the host's disk and back."""
-        found = self.disk or _table()["cpu"].disk
-        assert found is not None
-        return found
-
-    @property
     def host_link(self) -> Link | None:
         """The link to the host and back, with the achieved bandwidth."""
         return self.host and replace(self.host, bandwidth_Bps=self.efficiency.links * self.host.bandwidth_Bps)
+
+    def link_to(self, name: str) -> Link | None:
+        """One of STORAGE_LINKS: `host_link`; of another without figures of its own, that of the table's `cpu`."""
+        return self.host_link if name == "host" else getattr(self, name) or getattr(_table()["cpu"], name)
 
 
 @lru_cache
@@ -211,21 +211,22 @@ class RankDevices:
 def _slowest(kinds: Sequence[Device]) -> Device:
     rates = {dtype: min(one.rate(getattr(torch, dtype)) for one in kinds) for dtype in DTYPES}
     attention = min(one.rate(torch.float32, attention=True) for one in kinds) / rates["float32"]
-    inside, between = (_slowest_link(links) for links in zip(*(one.links for one in kinds), strict=True))
-    hosts = [one.host_link for one in kinds]
+    inside, between = zip(*(one.links for one in kinds), strict=True)
+    links = {"inside_node": inside, "between_nodes": between, **{name: [one.link_to(name) for one in kinds] for name in STORAGE_LINKS}}
     return replace(
         min(kinds, key=lambda one: one.there.bytes_per_s),  # whose processor counts
         name=" and ".join(dict.fromkeys(one.name for one in kinds)), source="; ".join(dict.fromkeys(one.source for one in kinds)),
         flops_per_s=rates, memory_Bps=min(one.bytes_per_s for one in kinds), efficiency=Efficiency(attention=attention),
-        inside_node=inside, between_nodes=between, disk=_slowest_link([one.disk_link for one in kinds]),
-        host=_slowest_link([link for link in hosts if link is not None]) if None not in hosts else None,
+        **{name: _slowest_link(those) for name, those in links.items()},
         **{key: min(getattr(one, key) for one in kinds) for key in ("memory_bytes", "ranks_per_node")},
         **{key: max(getattr(one, key) for one in kinds) for key in ("launch_s", "collective_s", "attention_keys", *TIMES)},
     )  # fmt: skip
 
 
-def _slowest_link(links: Sequence[Link]) -> Link:
-    return Link(max(link.latency_s for link in links), min(link.bandwidth_Bps for link in links))
+def _slowest_link(links: Sequence[Link | None]) -> Any:
+    """None if one of them is missing."""
+    known = [link for link in links if link is not None]
+    return Link(max(link.latency_s for link in known), min(link.bandwidth_Bps for link in known)) if len(known) == len(links) else None
 
 
 def devices_of(mesh: Mesh, given: Given | None = None) -> RankDevices:
@@ -323,7 +324,7 @@ def _device(name: str, section: object, path: Path) -> Device:
         raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
     given = dict(section)
     _refuse_keys(given, Device, f"{where}]")
-    links = [(key, Link) for key in ("inside_node", "between_nodes", "host", "disk")]
+    links = [(key, Link) for key in ("inside_node", "between_nodes", *STORAGE_LINKS)]
     for key, kind in (*links, ("processor", Processor), ("efficiency", Efficiency)):
         if key in given:
             numbers = _numbers(given[key], f"{where}.{key}]")

@@ -29,7 +29,7 @@ from meshc import ir
 from meshc.cost.devices import Device, Link, RankDevices
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
-from meshc.ir.storage_moves import MOVES, OFFLOADED, Storage
+from meshc.ir.storage_moves import TIERS, Storage
 from meshc.ir.window import received_elements
 from meshc.program import in_flight
 
@@ -76,14 +76,14 @@ def send_seconds(size: float, link: Link) -> float:
 def copy_seconds(size: float, device: Device, storage: Storage = "host") -> float:
     """A copy of `size` bytes between a device and its host, with nothing else on the way; of a device that is the host, in its memory. On
     another `storage` it takes what is slowest of the ways there; of a file, as if nothing of it were in memory."""
-    links = (getattr(device, name) for name in MOVES["device", storage].links)
+    links = map(device.link_to, TIERS[storage].links)
     return max(device.launch_s + 2 * size / device.bytes_per_s if link is None else send_seconds(size, link) for link in links)
 
 
 def host_copy_seconds(node: Node, device: Device) -> float:
     """The same of a copy of a per-rank graph."""
     size, ends = ir.local_bytes(ir.record(node)), {ir.record(one).storage for one in (node, *node.all_input_nodes)}
-    return max((copy_seconds(size, device, one) for one in OFFLOADED if one in ends), default=copy_seconds(size, device))
+    return max((copy_seconds(size, device, one) for one in TIERS if one in ends), default=copy_seconds(size, device))
 
 
 def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:

@@ -30,6 +30,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
+from meshc.ir.storage_moves import TIERS
 from meshc.ir.trail import compute_tracked, is_tracked, largest
 from meshc.pipelining.pipeline_stages import slot
 from meshc.program import in_flight, packing
@@ -40,10 +41,6 @@ from meshc.program.static_memory import Span, assign_memory, spans
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports whose values are live for the whole call."""
-HOST = "host"
-"""The kind under which such ports are counted if they are stored on the host."""
-DISK = "disk"
-"""The kind under which such ports are counted if they are stored in files on the host."""
 COPY = "copy"
 """The kind of additional copies that the user sees of parameters and state whose sharding torch's placements cannot describe."""
 
@@ -67,17 +64,21 @@ class Peak:
 class RankBytes:
     """One rank's memory in a call.
 
-    rank  coordinate on the pipeline axis; 0 without a pipeline, where all ranks need the same memory
-    kept  bytes of values that are live for the whole call, by kind
-    host  peak bytes on the rank's host: values stored there for the whole call, and offloaded values
-    disk  bytes in files on the host
+    rank    coordinate on the pipeline axis; 0 without a pipeline, where all ranks need the same memory
+    kept    bytes of values that are live for the whole call, by kind
+    beside  bytes outside the device's memory, by the row of reports (`Tier.row`): values stored in other tiers for the whole call, and on
+            the host the peak of offloaded values
     """
 
     rank: int
     kept: Mapping[str, int]
     peak: Peak
-    host: int = 0
-    disk: int = 0
+    beside: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def host(self) -> int:
+        """Peak bytes on the rank's host."""
+        return self.beside.get(TIERS["host"].row, 0)
 
     @property
     def total(self) -> int:
@@ -161,15 +162,19 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
     given, offloaded = WalkInputs(program, words), WalkInputs(program, words, host=True) if uses_host(program) else None
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
         coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
-        kept: Counter[str] = Counter()
+        kept, beside = Counter[str](), dict.fromkeys((tier.row for tier in TIERS.values()), 0)
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
-                there = None if port.storage == "device" else port.storage
-                kept[there or port.kind] += port_bytes(port, program.axis_sizes)
-                if copied := copy_bytes(port, program.mesh):
-                    kept[there or COPY] += copied
-        disk, host = kept.pop(DISK, 0), kept.pop(HOST, 0) + (0 if offloaded is None else _peak(program, coordinates, offloaded).total)
-        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host, disk))
+                size, copied = port_bytes(port, program.axis_sizes), copy_bytes(port, program.mesh)
+                if port.storage in TIERS:
+                    beside[TIERS[port.storage].row] += size + copied
+                    continue
+                kept[port.kind] += size
+                if copied:
+                    kept[COPY] += copied
+        if offloaded is not None:
+            beside[TIERS["host"].row] += _peak(program, coordinates, offloaded).total
+        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), beside))
     return found
 
 

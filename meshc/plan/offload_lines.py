@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final
 
+from meshc.ir.storage_moves import TIERS, Storage, is_state_only
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import cite, is_in
 
@@ -24,6 +25,8 @@ STORED: Final = (STATE, PARAMS)
 """Kinds of lines for tensors that are stored between steps."""
 VALUE: Final = "value:"
 MODULES: Final = ""
+HOST: Final[Storage] = "host"
+"""The tier of lines that name none."""
 TO_COME: Final = ("grads",)
 """Kinds that cannot be offloaded yet."""
 
@@ -31,12 +34,12 @@ TO_COME: Final = ("grads",)
 @dataclass(frozen=True, slots=True)
 class OffloadLine:
     """An offload line. ``what`` is STATE or PARAMS, with a ``pattern`` of parameter names, or MODULES or VALUE, with one of module paths.
-    For STATE, ``update``: its update runs on the host; ``disk``: it is stored on the host's disk."""
+    For STATE, ``update``: its update runs on the host; ``storage``: the tier in which it is stored."""
 
     what: str
     pattern: str
     update: bool = False
-    disk: bool = False
+    storage: Storage = HOST
     line: int = field(default=0, compare=False)
     text: str = field(default="", compare=False)
 
@@ -56,14 +59,14 @@ class OffloadLine:
     def __str__(self) -> str:
         if self.what in STORED:
             what = f"offload {self.what}{', update' * self.update}"
-            return (what if self.pattern == "*" else f"{what} {self.pattern}") + ": disk" * self.disk
+            return (what if self.pattern == "*" else f"{what} {self.pattern}") + f": {self.storage}" * (self.storage != HOST)
         return f"offload {self.what}{self.pattern}"
 
 
 def read_offload_line(line: Line, number: int) -> OffloadLine:
     names = "an offload line names `state`, `params`, modules (`model.layers.*`) or what they return (`value:model.layers.*`), * for any"
     start = line.at
-    update = disk = False
+    update, storage = False, HOST
     if (stored := line.accept(r"(state|params)(?=[\s,:]|$)")) is not None:
         what = stored
         if line.accept(",") is not None:
@@ -73,22 +76,24 @@ def read_offload_line(line: Line, number: int) -> OffloadLine:
             update = True
         of = f"after `{what}` come the parameters that it is of: `offload {what} layers.*`"
         pattern = "*" if line.is_at_end or line.accept(r"(?=:)") is not None else line.expect(GLOB, of)
-        disk = _is_on_disk(line, what, update, start)
+        storage = _read_tier(line, what, update, start)
     else:
         what = VALUE if line.accept(VALUE) is not None else MODULES
         pattern = line.expect(GLOB, names)
         if what == MODULES and pattern in TO_COME:
             line.fail(f"{pattern} cannot lie on the host yet: `state` and `params` can, and what backward reads of modules", start)
     if not line.is_at_end:
-        line.fail("an offload line ends after its pattern, of state with `: disk` behind it; write one line for each")
-    return OffloadLine(what, pattern, update, disk, number, line.text.strip())
+        words = " or ".join(f"`: {tier}`" for tier in TIERS if is_state_only(tier))
+        line.fail(f"an offload line ends after its pattern, of state with {words} behind it; write one line for each")
+    return OffloadLine(what, pattern, update, storage, number, line.text.strip())
 
 
-def _is_on_disk(line: Line, what: str, update: bool, start: int) -> bool:
-    if line.accept(r":\s*disk(?=\s|$)") is None:
-        return False
-    if what != STATE:
-        line.fail("state can lie on the disk, which is read once a call: `offload state: disk`; parameters in the host's memory", start)
-    if update:
-        line.fail("an update runs on what lies in the host's memory: `offload state, update`, or `offload state: disk`", start)
-    return True
+def _read_tier(line: Line, what: str, update: bool, start: int) -> Storage:
+    """The tier that the line names, of those for state alone; without a name the host."""
+    tier = next((one for one in TIERS if is_state_only(one) and line.accept(rf":\s*{one}(?=\s|$)") is not None), HOST)
+    right = f"`offload state: {tier}`"
+    if tier != HOST and what != STATE:
+        line.fail(f"state can lie on the {tier}, which is read once a call: {right}; parameters in the host's memory", start)
+    if tier != HOST and update:
+        line.fail(f"an update runs on what lies in the host's memory: `offload state, update`, or {right}", start)
+    return tier

@@ -105,8 +105,7 @@ def _memory(program: PlainProgram) -> dict[str, int]:
         found["gradients, at the peak"] = most.peak.gradients
     if most.peak.total:
         found["activations, at the peak"] = most.peak.total - most.peak.gradients
-    beside = {text: size for text, size in (("on the host, beside that", most.host), ("on its disk", most.disk)) if size}
-    return {**found, "together": most.total, **beside}
+    return {**found, "together": most.total, **{text: size for text, size in most.beside.items() if size}}
 
 
 def _seconds(program: PlainProgram, device: str | None) -> dict[str, float]:

@@ -51,10 +51,7 @@ def _by_kind(program: PlainProgram, ranks: Sequence[peak_memory.RankBytes], most
     rows.append(("together", bytes_text(most.total), share_text(sum(waste.values()), sum(kept.values()))))
     if budget is not None:
         rows.append(("the budget", bytes_text(budget), ""))
-    if most.host:
-        rows.append(("on the host, beside that", bytes_text(most.host), ""))
-    if most.disk:
-        rows.append(("on its disk", bytes_text(most.disk), ""))
+    rows += [(text, bytes_text(size), "") for text, size in most.beside.items() if size]
     whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
     lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
     if peak.at:

@@ -224,7 +224,7 @@ def _memory(program: PlainProgram, found: Liveness, budget: int | None) -> Memor
     kinds = [(text, most.kept[kind]) for kind, text in MEMORY.items() if most.kept.get(kind)]
     kinds += [("gradients, at the peak", peak.gradients)] if peak.gradients else []
     kinds += [("activations, at the peak", peak.total - peak.gradients)] if peak.total > peak.gradients else []
-    kinds += [(text, size) for text, size in (("on the host, beside that", most.host), ("on its disk", most.disk)) if size]
+    kinds += [(text, size) for text, size in most.beside.items() if size]
     folded = memory_report.fold_layers(found.values)
     rest = [values for _, values in folded[memory_report.LARGEST :]]
     course, at = _fewer(found.course, found.peak)

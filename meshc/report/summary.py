@@ -29,7 +29,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
-from meshc.ir.storage_moves import OFFLOADED
+from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
 from meshc.report import attention_report, experts, memory_report, offload_table, recurrences
 from meshc.report.account import link_accounts, stage_accounts
@@ -159,7 +159,7 @@ def _parameters(program: PlainProgram) -> str:
         kind = str(one.dtype).removeprefix("torch.")
         theirs = [kept for port in ports for kept in states[port.name]]
         there = {kept.storage for kept in theirs}
-        where = next((f" on the {one}" for one in reversed(OFFLOADED) if one in there), "")
+        where = next((f" on the {one}" for one in reversed([*TIERS]) if one in there), "")
         cells = one.sharding, one.placements, one.gradient, one.state
         rows.append((one.name, len(ports), kind, *cells, here, bytes_text(size), bytes_text(state_size) + where))
     places = f"DTensor over ({', '.join(axes)})"

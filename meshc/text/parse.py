@@ -27,7 +27,7 @@ from meshc.ir.sharding import ORDERS, Part, Sharding, local_shape
 from meshc.ir.sharing import WORDS, set_sharing
 from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
-from meshc.ir.storage_moves import OFFLOADED, Storage
+from meshc.ir.storage_moves import TIERS
 from meshc.program.program import Origin, Stage
 from meshc.text.allowed_operators import resolve
 from meshc.text.printer import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, SideRow, SideTable
@@ -40,7 +40,7 @@ ARGUMENT: Final = (
 
 _ONE_TYPE: Final = re.compile(
     r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\]"
-    rf"(?P<rest>(?: (?:whole|{'|'.join(OFFLOADED)}|\w+\((?:[^(){{}}]|\{{[^{{}}]*\}})*\)))*)|(?P<int>int)"
+    rf"(?P<rest>(?: (?:whole|{'|'.join(TIERS)}|\w+\((?:[^(){{}}]|\{{[^{{}}]*\}})*\)))*)|(?P<int>int)"
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 EARLIER: Final = {"pending": "partial"}
@@ -116,13 +116,12 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
         word = EARLIER.get(clause[1], clause[1])
-        if word not in ("partial", "pad", "whole", "local", *OFFLOADED, "used") or word in clauses:
+        if word not in ("partial", "pad", "whole", "local", *TIERS, "used") or word in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
         clauses[word] = clause[2] or ""
-    if clauses.keys() >= {"host", "disk"}:
-        raise ArtifactError(f"{text!r} is no type: what lies on the disk lies on the host: say one of the two")
-    storage: Storage = next((one for one in OFFLOADED if one in clauses), "device")
-    clauses.pop(storage, None)
+    storage, *others = [one for one in TIERS if clauses.pop(one, None) is not None] or ["device"]
+    if others:
+        raise ArtifactError(f"{text!r} is no type: what lies on the {others[-1]} lies on the host: say one of the two")
     used = _used(clauses.pop("used", None), len(dims), text)
     plain = all(isinstance(dim, int) for dim in dims)
     if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"partial", "pad", "whole"}):

@@ -23,8 +23,7 @@ A type is the dtype, the factors of each dim with the axes that split them, then
     ... partial(sum: tp, max: dp)                not reduced yet over these axes
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
-    ... host                                     stored on the host: `f32[8, 128] host`
-    ... disk                                     stored in a file on the host: `f32[8, 128] disk`
+    ... host                                     stored on the host: `f32[8, 128] host`; other tiers likewise (`meshc/ir/storage_moves.py`)
     ... used(1)                                  dim 1 holds only its used positions (`meshc/ir/used_rows_dims.py`)
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       dynamic sizes: a symbol, or an expression of symbols in braces

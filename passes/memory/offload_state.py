@@ -38,7 +38,7 @@ def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     (stage,) = lowered.stages.values()
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
     offloaded = {key: str(line) for key, line in said.items()}
-    storages: dict[str, Storage] = {key: "disk" if line.disk else "host" for key, line in said.items()}
+    storages = {key: line.storage for key, line in said.items()}
     _offload(stage, offloaded, storages)
     if any(line.update for line in said.values()):
         update_on_host(stage, {key: str(line) for key, line in said.items() if line.update})

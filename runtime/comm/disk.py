@@ -53,11 +53,11 @@ def copy_to_disk(tensor: Tensor, what: str) -> Tensor:
     return empty(tensor.shape, tensor.dtype, what).copy_(tensor)
 
 
-COPIES: Final[Mapping[tuple[Storage, Storage], Callable[[Tensor, str, torch.device], Tensor]]] = {
-    ("device", "host"): lambda tensor, what, device: host.copy_to_host(tensor, device),
-    ("device", "disk"): lambda tensor, what, device: copy_to_disk(tensor, what),
+COPIES: Final[Mapping[Storage, Callable[[Tensor, str, torch.device], Tensor]]] = {
+    "host": lambda tensor, what, device: host.copy_to_host(tensor, device),
+    "disk": lambda tensor, what, device: copy_to_disk(tensor, what),
 }
-"""Copies of a tensor, which `what` names in messages, to where a rank with this device stores it."""
+"""By tier, the copy of a tensor, which `what` names in messages, to where a rank with this device stores it."""
 
 
 def _no_room(folder: os.PathLike[str], size: int, what: str, error: OSError) -> str:

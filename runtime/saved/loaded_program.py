@@ -117,7 +117,7 @@ class LoadedProgram:
 
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
         if port.storage != "device":
-            return COPIES["device", port.storage](tile, port.name, self.device)
+            return COPIES[port.storage](tile, port.name, self.device)
         on_host = port.kind == "state" and not port.shape  # step counts stay on the CPU, as in torch
         return tile if on_host else tile.to(self.device)
 

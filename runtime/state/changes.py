@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshc.ir.storage_moves import TIERS
 from meshc.optimizer.spec import GRADIENT
 from meshc.runtime.agreement.compare import rendezvous
 from meshc.runtime.comm.stage_transfers import StageTransfers
@@ -254,10 +255,14 @@ class Changes:
         if self._unseen and self._hurried.due(run):
             stored = self._unseen.values()
         elif run >= FIRST_LOOK and _is_rare_turn(run):
-            stored = [held for held in self._held if held.storage != "disk"]
+            stored = self._compared_tensors()
         if stored:
             self._compare(board, f"run {run}", stored, {}, 0.0)
             self._unseen = {}
+
+    def _compared_tensors(self) -> list[StoredTensor]:
+        """Stored tensors but those of tiers that are compared only when all ranks save."""
+        return [held for held in self._held if held.storage not in TIERS or TIERS[held.storage].compared]
 
     def compare(self, wait_s: float) -> None:
         """Before all ranks save state: compares their changes since the last run, and the values of replicas. Ranks that come within
@@ -280,7 +285,7 @@ class Changes:
         if self._asked.due(run):
             changed = "; ".join(sorted(self._told | self._uncompared))
             when = f"asked behind run {run}, {hashlib.blake2b(changed.encode(), digest_size=8).hexdigest()}"
-            self._compare(board, when, [held for held in self._held if held.storage != "disk"], {}, 0.0)
+            self._compare(board, when, self._compared_tensors(), {}, 0.0)
 
     def _last_run(self, board: FailureBoard) -> int:
         self.look()

@@ -30,7 +30,7 @@ def allocate_stored_tensor(
     elsewhere = distributed and isinstance(home, StageTransfers) and not home.member
     if tile is None:
         tile = torch.zeros((0,) if elsewhere else layouts.local_shape(sharding, home.sizes), dtype=dtype, device=device)
-    copy = COPIES.get(("device", storage))
+    copy = COPIES.get(storage)
     if copy is not None:
         tile = copy(tile, name_of(key), device)
     live = local = tile

@@ -161,7 +161,7 @@ def _check(sample: Sample) -> str:
     offloaded = host.HELD.most - before
     predicted = peak_memory.peak_rank(program.compiled)
     wanted_there = predicted.host
-    assert disk.HELD.now - on_disk == predicted.disk, (sample, disk.HELD.now - on_disk, predicted.disk)
+    assert disk.HELD.now - on_disk == predicted.beside["on its disk"], (sample, disk.HELD.now - on_disk, predicted.beside)
     assert offloaded >= wanted_there and offloaded <= 1.02 * wanted_there, (sample, offloaded, wanted_there)
     state = program.state_dict(full=True)
     if dist.get_rank():

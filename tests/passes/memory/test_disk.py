@@ -60,7 +60,7 @@ def test_lines_are_written_as_they_are_read() -> None:
     text = "offload state h.0.*: disk\noffload state: disk"
     assert str(Plan(text)) == text and Plan({"offload": ["state h.0.*: disk", {"state": "disk"}]}) == Plan(text)
     assert str(Plan("offload state:disk\noffload state  h.* : disk")) == "offload state: disk\noffload state h.*: disk"
-    assert str(Plan("offload params")) == "offload params" and not Plan("offload state").offloads[0].disk
+    assert str(Plan("offload params")) == "offload params" and Plan("offload state").offloads[0].storage == "host"
 
 
 @cache
@@ -74,7 +74,8 @@ def test_bytes_are_counted_apart_and_the_copies_are_those_of_the_host() -> None:
     on_disk, on_host, plain = map(deep, ("offload state: disk", "offload state", None))
     one, other, whole = (peak_memory.peak_rank(program.compiled) for program in (on_disk, on_host, plain))
     moments = 2 * 12 * 512 * 512 * 4
-    assert (one.disk, one.host) == (moments, 0) and (other.disk, other.host) == (0, moments) and one.peak == other.peak
+    assert one.beside == {"on the host, beside that": 0, "on its disk": moments} and one.peak == other.peak
+    assert other.beside == {"on the host, beside that": moments, "on its disk": 0} and (one.host, other.host) == (0, moments)
     assert one.kept == other.kept and whole.kept["state"] - one.kept["state"] == moments
     copies = [
         [node.name for node in program.compiled.stage.graph.nodes if spmd.is_host_copy(node.target)] for program in (on_disk, on_host)
@@ -96,7 +97,7 @@ def test_a_saved_program_says_so(tmp_path: Path) -> None:
     program = deep("offload state: disk")
     program.save(tmp_path / "saved.meshc", weights=False)
     found = artifact.load(tmp_path / "saved.meshc")
-    assert hash_program(found) == hash_program(program.compiled) and peak_memory.peak_rank(found).disk == peak_memory.peak_rank(program.compiled).disk
+    assert hash_program(found) == hash_program(program.compiled) and peak_memory.peak_rank(found) == peak_memory.peak_rank(program.compiled)
     text = "f32[8, 4] disk"
     read = parse_one_type(text)
     assert read.storage == "disk" and print_type(read) == text
