@@ -20,6 +20,7 @@ from meshc.check import operators, spmd_types
 from meshc.check.overwrites import OWN, writes
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record, spmd
+from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
 from meshc.ops.in_place import WRITERS
@@ -31,9 +32,6 @@ from meshc.text.printer import print_type
 aten = torch.ops.aten
 Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
 """What stands for a value: a meta tensor, an integer, several of them; None where a line was wrong before it was declared anything."""
-
-VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
-"""Operators that may give a view though their schema does not say so."""
 
 PLACES: Final = ("start", "first", "real", "queries_of", "keys_of", "offsets", "place", "count")
 """Arguments of meshc's own operators that say where a rank's tile begins, or how much of it there is: no shape depends on them."""
@@ -149,7 +147,7 @@ def may_view(target: Target) -> bool:
     if target in FUNCTIONS.values():
         return True  # a tile that is whole, a mask that covers nothing, a group of one rank
     schema = cast(OpOverload, target)._schema
-    return target in VIEWS_UNSAID or any(argument.alias_info is not None for argument in schema.arguments)
+    return target in RESHAPES or any(argument.alias_info is not None for argument in schema.arguments)
 
 
 def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:

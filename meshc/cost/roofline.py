@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -27,6 +26,7 @@ from meshc.cost.devices import Device
 from meshc.cost.flops import flops, is_attention, is_product
 from meshc.cost.fused_values import is_fused
 from meshc.ir import spmd
+from meshc.ir.aliases import written_operands
 from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.lazy_module import LazyModule
 from meshc.ops.attention_block import rows_that_see
@@ -140,18 +140,7 @@ def _overwritten(node: Node) -> list[Node]:
     """The operands that an operator writes into."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[Node] = []
-    for place in _written_arguments(node.target):
-        given = node.args[place] if place < len(node.args) else ()
-        found += given if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
-    return found
-
-
-@cache
-def _written_arguments(target: torch._ops.OpOverload) -> tuple[int, ...]:
-    """Places of the arguments that an operator writes into. (A schema is read for each question from scratch.)"""
-    rows = enumerate(target._schema.arguments)
-    return tuple(place for place, row in rows if row.alias_info is not None and row.alias_info.is_write)
+    return written_operands(node.target, node.args, {})
 
 
 def _bytes(value: Node) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Function
 from meshc.private import TorchDispatchMode
 
@@ -28,7 +29,6 @@ aten = torch.ops.aten
 
 ROWS: Final = 7919
 """Rows of the recorded run: a prime, larger than a dim of a model is likely to be."""
-VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 DIM: Final[Mapping[object, int]] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
     aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cat.default: 1,
@@ -38,8 +38,6 @@ DIM: Final[Mapping[object, int]] = {
     aten.std.correction: 1,
 }  # fmt: skip
 """Operators that work along a dim -> position of the dim among their operands."""
-LAST: Final = (aten.topk.default, aten.sort.default)
-"""Those whose default is the last dim."""
 PRODUCTS: Final[Mapping[object, int]] = {
     aten.mm.default: 0, aten.linear.default: 0, aten.addmm.default: 1, aten.mv.default: 0, aten.embedding.default: 1,
     aten.convolution.default: 0,
@@ -57,7 +55,6 @@ EACH: Final = (
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.fill_.Scalar,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
-DRAWS: Final = (aten.native_dropout.default, aten.bernoulli_.float)
 
 
 class NotRows(Exception):
@@ -205,7 +202,7 @@ class RowProof(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         rows = [each for each in _tensors(args) if self._is_rows(each)]
         if rows:
-            self.draws = self.draws or func in DRAWS
+            self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
             self.writes = self.writes or func._schema.is_mutable
             results = made[:1] if func is aten.nll_loss_forward.default else made  # the second result is the sum of the classes' weights
             if not self._apart(func, args) or not all(self._is_rows(each) for each in _tensors(results)):
@@ -233,7 +230,7 @@ class RowProof(TorchDispatchMode):
             return args[1][0] % args[0].dim() == 0
         if func is aten.transpose.int:
             return all(dim % args[0].dim() != 0 for dim in args[1:])
-        if func in VIEWS:
+        if func in RESHAPES:
             return True  # rows in, rows out: a view keeps the first dim major
         if func is aten.constant_pad_nd.default:
             return len(args[1]) < 2 * args[0].dim() or not any(args[1][-2:])  # the last pair is of the first dim
@@ -247,7 +244,7 @@ class RowProof(TorchDispatchMode):
             return are[0] and args[1][0] is None and not any(each is not None and self._is_rows(each) for each in args[1])
         if func in DIM:
             first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            said: Any = args[DIM[func]] if len(args) > DIM[func] else -1 if func in LAST else 0
+            said: Any = args[DIM[func]] if len(args) > DIM[func] else func._schema.arguments[DIM[func]].default_value
             along: Sequence[int] = said if isinstance(said, list | tuple) else [said]
             return bool(along) and all(dim is not None and dim % (first.dim() + (func is aten.unsqueeze.default)) != 0 for dim in along)
         return False

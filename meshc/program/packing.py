@@ -14,20 +14,18 @@ runtime and the memory walk follow it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir.aliases import returns_view
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.regions import region_of
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
-
-_VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where operands are dense
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,4 @@ def is_view(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return _gives_view(node.target)
-
-
-@cache
-def _gives_view(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns a view of its operand. Cached, since torch builds the schema at each access."""
-    returns = target._schema.returns
-    return str(target).removesuffix(".default") in _VIEWS or bool(returns and returns[0].alias_info is not None)
+    return returns_view(node.target)

@@ -26,6 +26,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, record, spmd
+from meshc.ir.aliases import RESHAPES
 from meshc.ir.sizes import Size
 from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
 from meshc.rules.operator import Shapes
@@ -36,10 +37,7 @@ if TYPE_CHECKING:
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-LAYOUT = {
-    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
-    aten.permute.default, aten.transpose.int,
-}  # fmt: skip
+LAYOUT = {*RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.clone.default, aten.permute.default, aten.transpose.int}
 """Layout operators that may expand keys and values before attention."""
 
 
@@ -195,7 +193,7 @@ def heads_summed_together(backward: Node, index: int) -> int:
 
 def _group_of(view: Node) -> int:
     """Heads of a group in a view [batch, groups, heads of a group, keys, head], if only its sums over a group are read; else 1."""
-    if view.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+    if view.target not in RESHAPES:
         return 1
     (gradient,) = view.all_input_nodes
     (rows, _, *rest), shape = record(gradient).shape, record(view).shape

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from meshc.frontend.train_step import DROPPED, ROUTED
 from meshc.ir import Record, Source, record, records
+from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Function
 from meshc.ir.graph import call, set_results
 from meshc.ir.nodes import is_getitem
@@ -28,7 +29,7 @@ CAPPED: Final = (meshc.first_choices.default, meshc.heaviest_choices.default)
 CHOOSING: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 PRODUCTS: Final = (meshc.routed_mm.default, meshc.group_mm.default)
 """(rows, matrices of all experts, choice of each row, ...)"""
-LAYOUT: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+LAYOUT: Final = (*RESHAPES, aten.clone.default)
 
 
 def count_experts(traced: TracedModel) -> TracedModel:

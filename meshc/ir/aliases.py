@@ -1,0 +1,52 @@
+"""Memory that results share with operands, by torch's schemas of operators: views, reshapes, operands that are written into.
+
+    aten.t                            its result is a view of its operand
+    aten.reshape                      too, in a program, where operands are dense; its schema does not say so
+    meshc.adam_many_(params, ..)      it writes into the tensors of `params` and of the state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from meshc.private import OpOverload
+
+aten = torch.ops.aten
+
+RESHAPES: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+"""Operators whose result has all elements of their operand, in its order, in another shape."""
+
+
+@cache
+def returns_view(target: OpOverload) -> bool:
+    """Whether an operator's first result is a view of an operand, or an operand itself. Cached, as torch builds a schema at each access."""
+    returns = target._schema.returns
+    return target in RESHAPES or bool(returns and returns[0].alias_info is not None)
+
+
+@cache
+def written_arguments(target: OpOverload) -> Mapping[int, str]:
+    """Position and name of each argument that an operator writes into."""
+    rows = enumerate(target._schema.arguments)
+    return {place: row.name for place, row in rows if row.alias_info is not None and row.alias_info.is_write}
+
+
+def written_operands(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands that a call writes into, those of a list one by one."""
+    found: list[Any] = []
+    for place, name in written_arguments(target).items():
+        value = args[place] if place < len(args) else kwargs.get(name, ())
+        found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+@cache
+def in_place_form(target: OpOverload) -> OpOverload:
+    """The operator that writes the same result over its first operand: `add_.Tensor` of `add.Tensor`."""
+    space, name, overload = str(target).split(".")
+    form: OpOverload = getattr(getattr(getattr(torch.ops, space), f"{name}_"), overload)
+    return form
