@@ -1,1 +1,1 @@
-"""The compiler's passes: one file each, program in, program out. Their order stands in `pipeline.py`."""
+"""Compiler passes, one file each, from one compilation phase to the next; `pipeline.py` lists their order."""

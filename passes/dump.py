@@ -1,11 +1,11 @@
-"""The program as text after each pass: numbered files that two runs can be compared by.
+"""Dump of the program as text after each pass, in numbered files that can be compared between runs.
 
-    00_plan.txt           what each axis does, and the notes
-    01_capture.py ...     torch's graph of the model: calls as the model wrote them
-    05_differentiate.py   the global view: one graph with its backward and update; factors and shardings appear as passes find them
-    12_partition.py ...   what each rank runs: local shapes, collectives, and why each is there
+    00_plan.txt           entries of the axes, the plan's other lines, notes
+    01_capture.py ...     torch-level graph: calls as the model wrote them
+    05_differentiate.py   global view: forward, backward and update in one graph, with the factors and shardings known so far
+    12_partition.py ...   per-rank program: local shapes, collectives, and the reason for each collective
 
-Nothing here looks at a clock, an address or an id, and nothing changes what it prints.
+The text contains no times, addresses or ids; a dump changes nothing of the program.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from meshc.program.program import Stage
 from meshc.text.printer import print_program, print_stage, print_type, value_names
 
 Lies = Callable[[Value, Record], Sharding | None]
-"""How a value lies, as far as that is known."""
+"""Sharding of a value, None if it is not known yet."""
 
 PLAN = "00_plan.txt"
 
 
 def dumper(path: str | Path) -> Hook:
-    """A hook for one compilation: writes `NN_pass.py` after each pass and keeps `00_plan.txt` up to date.
+    """Hook for one compilation: writes `NN_pass.py` after each pass, and `00_plan.txt` anew.
 
-    Of several ranks the first writes. Files of an earlier dump in the folder are removed first, so that all there is one compilation.
+    Only rank 0 writes. Files of an earlier dump in the folder are removed first.
     """
     folder = Path(path)
     done: list[str] = []
@@ -74,7 +74,7 @@ def _clear(folder: Path) -> None:
 
 
 def plan_text(phase: CompilationPhase) -> str:
-    """Mesh, what each axis does and where that comes from, notes so far."""
+    """Text of the mesh, the plan with the origin of each axis's entry, the number of microbatches, and the notes so far."""
     lines = [f"mesh {phase.mesh}", "", explain(phase.plan, phase.mesh)]
     if phase.request.count > 1:
         lines.append(f"{phase.request.count} microbatches")
@@ -84,7 +84,7 @@ def plan_text(phase: CompilationPhase) -> str:
 
 
 def phase_text(name: str, phase: CompilationPhase) -> str:
-    """The text of what a pass left: torch's graph, the global view, or what each rank runs."""
+    """Text of a phase after the pass `name`: torch-level graph, global view, or per-rank program."""
     if isinstance(phase, LoweredProgram):
         count = sum(spmd.is_collective(node.target) for stage in phase.stages.values() for node in stage.graph.nodes)
         head = f"# after {name}: what each of {phase.mesh.world_size} ranks runs, {count} collectives"
@@ -111,7 +111,7 @@ def _global_text(name: str, joint: Joint, lies: Lies = _unknown_sharding, reason
 
 
 def global_view(joint: Joint, lies: Lies, reasons: Mapping[Node, str]) -> Stage:
-    """A copy of the graph whose records say what is known so far: factors, how each value lies, and who decided."""
+    """Stage with a copy of the global view; its records have the factors, shardings and reasons known so far."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(joint.graph, copies))
@@ -133,7 +133,7 @@ def _values(node: Node) -> list[tuple[Node, int]]:
 
 
 def _sharding(placed: PlacedModel, value: Value, found: Record) -> Sharding | None:
-    """How a value lies; where nothing has an opinion yet, its factors."""
+    """Sharding of a value; without an assignment, its factors unsplit."""
     if found.dtype is None or value not in placed.factors.dims:
         return None
     given = None if placed.assignment is None else placed.assignment.given.get(value)
@@ -143,11 +143,11 @@ def _sharding(placed: PlacedModel, value: Value, found: Record) -> Sharding | No
     return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in placed.factors.dims[value]))
 
 
-# Torch's own graph, before it is one of operators.
+# Text of the torch-level graph, before differentiate.
 
 
 def torch_text(graph: Graph) -> str:
-    """A torch-level graph: a call a line with its value's type and source. To be read only; it has no grammar."""
+    """Text of a torch-level graph: one call a line, with the type of its value and its source. It cannot be parsed back."""
     names = value_names(graph)
     arguments = [f"    {names[node]}{_type(node)}," for node in placeholders(graph)]
     lines = ["def model(", *arguments, "):"] if arguments else ["def model():"]

@@ -17,9 +17,8 @@ else:
 
 
 def behind_the_cut(capacities: Mapping[tuple[int, int], int], count: int, source: int = 0, sink: int = 1) -> set[int]:
-    """The places, of `count`, on the sink's side of the minimum cut that is closest to the sink: those from which the residual network of a
-    maximum flow still has a path to the sink. Each of `capacities`, by (place, place), is below 2**31, and so is the sum of those that
-    do not stand for infinity."""
+    """Nodes (0 to `count` - 1) on the sink side of the minimum cut closest to the sink: those with a path to the sink in the residual
+    network of a maximum flow. Each of `capacities`, by (node, node), is below 2**31, and so is the sum of the finite ones."""
     rows, columns = zip(*capacities, strict=True)
     capacity = sparse.csr_matrix((np.fromiter(capacities.values(), np.int32), (rows, columns)), (count, count))
     left = capacity.astype(np.int64) - csgraph.maximum_flow(capacity, source, sink).flow

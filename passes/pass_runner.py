@@ -52,24 +52,24 @@ def run_passes(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | Non
     return phase
 
 
-# Structural verification of the graphs that a pass has changed (`meshc/ir/verify_graph.py`). Always: 1 to 3 % of a compilation's time.
+# Structural verification of changed graphs (`meshc/ir/verify_graph.py`), always on: 1 to 3 % of compilation time.
 
 
 Ports = tuple[Sequence[Port] | Sequence[str], Sequence[Port] | Sequence[str]]
-"""What enters and what leaves."""
+"""Inputs and outputs of a graph: ports, or the keys of a stage."""
 
 
 class StructureCheck:
-    """Of a phase before a pass, whose structure holds. What the pass leaves as it was is not looked at again.
+    """Structure of a phase before a pass, taken as verified; graphs that the pass leaves unchanged are not verified again.
 
-    ports    of each graph
-    nodes    each graph's, with their parts
-    records  ids of all records, which are immutable; `nodes` holds them
-    left     likewise, of the graphs that a pass has left
+    ports    inputs and outputs of each graph
+    nodes    by graph: nodes with their parts (`_parts`)
+    records  ids of all records, which are immutable and kept alive by `nodes`
+    left     by graph: nodes with their parts, after the pass
     """
 
     def __init__(self, before: CompilationPhase, last: StructureCheck | None = None) -> None:
-        """`last`: of the pass just before, which has looked at what it left."""
+        """`last`: the check of the preceding pass; its `left` is not collected again."""
         self.ports = dict(_graphs(before))
         known = {} if last is None else last.left
         self.nodes = {graph: known[graph] if graph in known else _parts(graph) for graph in self.ports}
@@ -78,7 +78,7 @@ class StructureCheck:
         self.records = {id(record) for parts in rows for record in parts[RECORD]}
 
     def verify(self, left: CompilationPhase) -> None:
-        """Raises Malformed."""
+        """Raises MalformedGraph."""
         for graph, (inputs, outputs) in _graphs(left):
             if isinstance(left, TracedModel) and left.joint is None:
                 verify_order(graph)
@@ -96,16 +96,16 @@ class StructureCheck:
 
 
 RECORD: Final = slice(4, None, 5)
-"""Where records stand among the parts."""
+"""Positions of records in the result of `_parts`."""
 
 
 def _parts(graph: Graph) -> list[object]:
-    """Each node, with what a pass may put in the place of another."""
+    """Each node, followed by the parts that a pass may replace: arguments, keyword arguments, target, record."""
     return [part for node in graph.nodes for part in (node, node.args, node.kwargs, node.target, node.meta.get(KEY))]
 
 
 def _graphs(phase: CompilationPhase) -> Iterator[tuple[Graph, Ports]]:
-    """What passes write into, with its ports."""
+    """Graphs of a phase that passes may edit, with their inputs and outputs."""
     if isinstance(phase, LoweredProgram):
         yield from ((stage.graph, (stage.inputs, stage.outputs)) for stage in phase.stages.values())
     elif isinstance(phase, TracedModel | PlacedModel) and (joint := phase.joint) is not None:

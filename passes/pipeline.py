@@ -1,8 +1,8 @@
-"""Pass pipeline: every pass in order, with the reason where its place is not obvious.
+"""Pass pipeline: all passes in order, each with the reason for its position where that is not obvious.
 
-    asked  ── capture ──>  traced  ── factorize ──>  placed  ── partition ──>  lowered  ──>  a program
+    request  ── capture ──>  traced  ── factorize ──>  placed  ── partition ──>  lowered  ──>  program
 
-`passes/driver/compile_program.py` runs them.
+`passes/driver/compile_program.py` runs the passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ meshc = torch.ops.meshc
 
 
 def imported(path: str) -> Callable[[Any], Any]:
-    """The function at `room.module:function` of `meshc.passes`, imported when the pass first runs."""
+    """The function at `path`, `room.module:function` of `meshc.passes`, imported when the pass first runs."""
     module, _, name = path.partition(":")
 
     def run(phase: Any) -> Any:
@@ -37,12 +37,12 @@ def imported(path: str) -> Callable[[Any], Any]:
 
 
 def _calls(*targets: object) -> Callable[[LoweredProgram], bool]:
-    """Whether a stage calls one of these operators."""
+    """Condition of a pass: some stage calls one of the operators `targets`."""
     return lambda lowered: any(node.target in targets for stage in lowered.stages.values() for node in stage.graph.nodes)
 
 
 def _has_stages(lowered: LoweredProgram) -> bool:
-    """Whether there is a pipeline to cut, or options about one that the pass notes to have no effect."""
+    """Whether there is a pipeline to cut, or an option about pipelines for which the pass notes that it has no effect."""
     request = lowered.request
     given = request.options.pipeline
     return request.mesh.pipeline_axis is not None or any((given.schedule, given.splits, given.stages_per_rank))
@@ -63,7 +63,7 @@ FOLD: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
     Pass("fold_scans", imported("trace.fold_scans:fold_scans"), "likewise: it is autograd that flips, and flipped dims are whole"),
 )
 TRACE: Final = (*OPERATORS, *FOLD)
-"""What they leave knows nothing of the optimizer: several programs may be made of it."""
+"""The result does not depend on the optimizer: several programs may be compiled from it."""
 
 UPDATE: Final[Pass[TracedModel, TracedModel]] = Pass(
     "update",
@@ -135,14 +135,14 @@ MICROBATCH: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
 GROWN: Final = (GROW, ROWS, USED_ROWS, CHUNKS, OFFLOAD_PARAMS, OFFLOAD_STATE)
 RECOMPUTED: Final = (*GROWN, RECOMPUTE)
 PARTS: Final = (OFFLOAD, MICROBATCH)
-"""Those of them that come before a pipeline is cut: before and up to what backward recomputes, and behind that."""
+"""Passes between partition and stages: `GROWN` before recompute, `RECOMPUTED` up to and including it, `PARTS` after it."""
 STAGES: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
     "stages",
     imported("stages.cut_stages:cut_stages"),
     "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts",
     when=_has_stages,
 )
-"""`passes/driver/pipeline_search.py` runs those from the plan on to here for each candidate, where a pipeline leaves a choice."""
+"""`passes/driver/pipeline_search.py` runs the passes from annotate to this one for candidate pipelines."""
 CUT: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
     "cut",
     imported("stages.cut_backward:cut_backward"),
@@ -188,4 +188,4 @@ NAMES: Final[tuple[str, ...]] = (
     FACTORIZE.name, *(each.name for each in PLACE),
     PARTITION.name, *(each.name for each in (*RECOMPUTED, *PARTS, STAGES, CUT, *LOWER)),
 )  # fmt: skip
-"""Of all passes, in order."""
+"""Names of all passes, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 from collections import Counter
@@ -91,6 +92,18 @@ def test_a_name_is_that_of_one_thing() -> None:
 def test_a_first_line_is_a_noun_phrase() -> None:
     begins = re.compile(r"(What|Which|Where|How|Who|Whose|Whether|Of|They|When|Why|That)\b")
     assert [path for path, tree in trees() if begins.match(ast.get_docstring(tree) or "That")] == []
+
+
+def test_what_a_docstring_raises_and_the_files_that_it_names_are_there() -> None:
+    classes = {name.rpartition(".")[2] for _, tree in trees() for name in qualified(tree)} | set(vars(builtins))
+    files = {path.name for folder in ("meshc", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*.py")} | {"NN_pass.py"}
+    missing = []
+    for path, tree in trees():
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        named = [("raises", each) for text in texts for each in re.findall(r"\b[Rr]aises? ([A-Z]\w+)", text)]
+        named += [("file", each) for text in texts for each in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text)]
+        missing += [(path.name, kind, each) for kind, each in named if each not in (classes if kind == "raises" else files)]
+    assert missing == []
 
 
 def test_words_that_are_out_grow_fewer() -> None:

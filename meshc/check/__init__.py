@@ -1,7 +1,6 @@
-"""Checker of a program's text, shared by `show`, `verify`, `run` and loading.
+"""Checker of a program's text, shared by `show`, `verify`, `run` and loading: an ArtifactError with file and line, before anything runs.
 
-Which operators a text may name at all stands in `meshc/text/operators.txt` (`meshc/text/allowed_operators.py`). Whatever is wrong is an
-ArtifactError that names file and line, before anything runs.
+The operators that a text may name are listed in `meshc/text/operators.txt` (`meshc/text/allowed_operators.py`).
 """
 
 import importlib
@@ -15,7 +14,7 @@ __all__ = ["check_program"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """The checker comes with rules for all operators, which those of its files that run beside a program do without."""
+        """Imports the checker on first use: it loads the rules of all operators, which the files that run beside a program do not need."""
         if name != "check_program":
             raise AttributeError(f"module 'meshc.check' has no attribute {name!r}")
         return importlib.import_module("meshc.check.consistency").check_program

@@ -3,9 +3,9 @@
     f: "f32[1, 24]" = aten.reshape(w, [1, 24])           w is [ffn 4, hidden 12/dp]: tiles of 4 times 6
     g: "f32[2, 64]" = all_gather(cat([f, ..]), ["dp"])   one after the other
     t: "f32[2, 4, 6]" = aten.reshape(slice(g), ..)       rank, ffn, hidden
-    y: "f32[ffn 4, hidden 12]" = aten.reshape(t, ..)     refused: ranks' tiles of hidden lie side by side where each rank's dim comes first
+    y: "f32[ffn 4, hidden 12]" = aten.reshape(t, ..)     refused: the dim of ranks must first be permuted to stand before hidden
 
-What lines between the types do to the order of elements is followed on tensors without memory: as far as they turn dims and view.
+Permutes and reshapes between typed values are replayed on meta tensors, and the resulting strides give the order of elements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Order = list[tuple[int, int]]
 
 
 def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong) for every value whose elements are in another order before or behind what it travels in than its type says."""
+    """(value, message) for every value with elements in another order than its type says, before or after its bucket."""
     for node in stage.graph.nodes:
         if node.target is aten.slice.Tensor and (found := _member(node)) is not None:
             sent, member = found
@@ -67,7 +67,7 @@ def _blank(shape: Sequence[int]) -> Tensor:
 
 
 def _member(cut: Node) -> tuple[Node, Node] | None:
-    """(the collective, the flat value) of a slice of what several have travelled in together."""
+    """(collective, flat operand) of a slice that takes one operand out of a bucketed collective's result; None for any other slice."""
     sent = cut.all_input_nodes[0]
     while sent.target is aten.reshape.default:
         sent = sent.all_input_nodes[0]
@@ -83,7 +83,7 @@ def _member(cut: Node) -> tuple[Node, Node] | None:
 
 
 def _first_types(node: Node) -> Iterator[Node]:
-    """The first values that have types, behind turns and views."""
+    """The nearest values after `node` with a declared sharding, through permutes and reshapes."""
     work = [node]
     while work:
         for user in work.pop().users:
@@ -95,7 +95,7 @@ def _first_types(node: Node) -> Iterator[Node]:
 
 
 def _path_up(node: Node, end: Node | None = None) -> list[Node]:
-    """The turns and views that make it, from `end`, or what has a type, on."""
+    """The permutes and reshapes up to `node`, from `end`, or without `end` from the nearest value with a declared sharding."""
     path = [node]
     while path[-1] is not end and path[-1].target in (aten.reshape.default, aten.permute.default):
         if end is None and len(path) > 1 and ir.record(path[-1]).sharding is not None:
@@ -105,7 +105,7 @@ def _path_up(node: Node, end: Node | None = None) -> list[Node]:
 
 
 def _split_part(split: Sharding, less: Sharding, axes: tuple[str, ...]) -> int | None:
-    """Which part these axes split last, in the one and not in the other."""
+    """Index of the only part that `axes` split innermost in `split` and not in `less`; None if other parts differ too."""
     rows = list(zip(_parts(split), _parts(less), strict=False))
     found = [at for at, (a, b) in enumerate(rows) if a.axes == (*b.axes, *axes) and a.size == b.size]
     rest = all(a.axes == b.axes and a.size == b.size for at, (a, b) in enumerate(rows) if at not in found)
@@ -117,7 +117,7 @@ def _parts(sharding: Sharding) -> list[Part]:
 
 
 def _follow(made: Tensor, shape: Sequence[int], path: Sequence[Node]) -> Tensor | None:
-    """The same elements as lines turn and view them; None where a turn cuts through what has been turned before."""
+    """`made`, of local shape `shape`, after the permutes and reshapes of `path`; None if a permute follows a reshape that would copy."""
     for node in path:
         if node.target is aten.permute.default:
             try:
@@ -129,7 +129,7 @@ def _follow(made: Tensor, shape: Sequence[int], path: Sequence[Node]) -> Tensor 
 
 
 def _order(made: Tensor) -> Order:
-    """Sizes and strides of runs of elements, major to minor."""
+    """(size, stride) of each dim, major to minor, contiguous neighbours merged."""
     found: Order = []
     for size, stride in zip(made.shape, made.stride(), strict=True):
         if found and size != 1 and found[-1][1] == size * stride:

@@ -1,7 +1,7 @@
-"""Regions of a stage: lines that may not be compiled, and regions that are not contiguous.
+"""Faults of compiled regions: lines that cannot be compiled, regions that are not contiguous, regions for the backend eager.
 
     with region(1):
-        r: "f32[8]" = all_reduce(x, ["dp"], "sum")      refused: it talks to other ranks
+        r: "f32[8]" = all_reduce(x, ["dp"], "sum")      refused: a collective
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshc.program.program import PlainProgram
 
 
 def faults(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
-    """(stage, value, what is wrong) for every line that stands in a region and may not, or the other way round."""
+    """(stage, value, message) for every line that is in a wrong region."""
     for stage in program.stages.values():
         if program.backend == "eager":
             inside = [node for node in stage.graph.nodes if region_of(node) is not None]

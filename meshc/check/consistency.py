@@ -1,12 +1,14 @@
 """Consistency of a program's text: signature, stages, keys and schedule against each other, before anything runs.
 
-    ports      what enters and leaves has the type that the signature says, and constants are what their file holds
-    stages     every value is what its operator makes (`stage.py`), and what is compiled can be (`compiled_regions.py`)
-    keys       what one stage gives under a key is what another reads under it
-    schedule   runs stages that are there, on values that are there; what starts early waits for sums that are whole then (`starts.py`)
+    ports      inputs and outputs have valid types in natural order; constants have the declared shapes and dtypes
+    stages     each value has the type and sharding that its operator returns (`stage.py`, `sharding_walk.py`);
+               regions can be compiled (`compiled_regions.py`)
+    storage    memory that values share (`meshc/ir/sharing.py`): no read of an overwritten value, no result in memory kept between calls
+    keys       a key has one type in the signature and in all stages that write or read it
+    schedule   runs existing stages on existing values; collectives that start early start with complete sums (`starts.py`)
 
-With dynamic sizes all of it is checked at the sizes that stand for them and at the ends of their ranges; what runs a program at other sizes
-checks it there (`check_program` on what `instance.at` gives).
+Programs with dynamic sizes are checked at the hints and at both ends of the ranges. To run at other sizes, `check_program` is called on the
+result of `instance.at`.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from meshc.text.allowed_operators import spelling
 from meshc.text.printer import print_type
 
 SHOWN = 10
-"""How many faults one error lists."""
+"""Most faults that one error lists."""
 
 
 def check_program(program: PlainProgram, where: str, rules: RulesProtocol | None = None) -> None:
-    """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule.
+    """Raises ArtifactError that lists faults of a program; `where` is the file of the program's signature and schedule.
 
-    `rules` are the operators' (`meshc.rules`); without them shardings are followed only through what moves between ranks.
+    `rules` are the operator rules (`meshc.rules`); without rules shardings are followed only through collectives, views and slices.
     """
     found = list(islice(_all_faults(program, where, rules), SHOWN + 1))
     if not found:
@@ -78,7 +80,7 @@ def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) 
         for fault in _faults(world, where, rules):
             found = True
             yield fault
-        for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
+        for stage in () if found else world.stages.values():  # these checks assume lines with correct types
             for name, why in (*host_values.faults(stage), *storage_faults(stage), *used_rows_readers.faults(stage, sent)):
                 found = True
                 yield _fault_text(stage, name, why)
@@ -87,7 +89,7 @@ def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) 
 
 
 def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
-    """The program at sizes: those that stand for its dynamic ones, and the ends of their ranges, as far as it serves them."""
+    """The program at fixed sizes: at the hints of its dynamic sizes, and at the ends of their ranges that the program accepts."""
     if not program.dynamic:
         yield program
         return
@@ -128,7 +130,7 @@ def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> I
 def _faults_of_lines(
     stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with lines each of which an operator can make of values of these shapes."""
+    """(value, message) for lines with correct shapes and dtypes: faults of shardings, bucket order, overwrites and phases."""
     yield from sharding_walk.faults(stage, sizes, rules, handed)
     yield from bucket_order.faults(stage, sizes)
     yield from overwrites.faults(stage, may_view)
@@ -136,8 +138,8 @@ def _faults_of_lines(
 
 
 def _faults_of_joint_collectives(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
-    """(stage, value, what is wrong) where pipeline stages do not make the same collectives with each other, in the same order: ranks would
-    wait for each other for good."""
+    """(stage, value, message) where pipeline stages issue different collectives with each other, or in another order: ranks would
+    deadlock."""
     for when in ("before_", "after_"):
         rows = [(name, list(filter(joins_stages, stage.graph.nodes))) for name, stage in program.stages.items() if name.startswith(when)]
         for name, row in rows[1:]:
@@ -149,7 +151,7 @@ def _faults_of_joint_collectives(program: PlainProgram) -> Iterator[tuple[str, s
 
 
 def _call_of_all(node: Node) -> object:
-    """What must be alike of a collective on all its ranks."""
+    """Target, arguments, shape and dtype of a collective, which must be equal on all its ranks."""
     record = ir.record(node)
     return node.target, node.args[1:], tuple(record.shape), record.dtype
 
@@ -173,7 +175,7 @@ def _axes(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _local(port: Port, sizes: Mapping[str, int]) -> Record:
-    """A port's value on a rank."""
+    """The record of a port's value on one rank."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
     return Record(shape, port.dtype, port.sharding, storage=port.storage)
 
@@ -184,7 +186,7 @@ def _check_order(port: Port) -> None:
 
 
 def _keys(program: PlainProgram, where: str) -> Iterator[str]:
-    """One type under each key: that of the port, or that of what makes it."""
+    """A message for every write or read of a key with another type than its port, or its first writer, has."""
     known: dict[str, tuple[Record, str]] = {}
     made: dict[str, list[Record]] = defaultdict(list)
     ports = {port.key for port in program.inputs}
@@ -213,14 +215,14 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
             if why := _padding_fault(program, record, key, made[key] if key not in ports else []):
                 yield _fault_text(stage, node.name, f"the parameter {node.name}: {why}")
             if key not in known:
-                continue  # of what nothing makes the schedule says whether it is needed
+                continue  # a key that nothing writes: `_schedule` reports it if a run needs it
             told, who = known[key]
             if not _is_same_type(told, record):
                 yield _fault_text(stage, node.name, f"it takes {key} as {said(record)}, but {who} {said(told)}")
 
 
 def _padding_fault(program: PlainProgram, record: Record, key: str, made: Sequence[Record]) -> str:
-    """Why padding is not known to be zero of what comes in under a key, if its type says so; `made`: what is given under that key."""
+    """A message if an input's type declares padding zero that not all of `made`, the records written under `key`, declare zero; or ""."""
     if record.sharding is None:
         return ""
     known = frozenset.intersection(*(one.sharding.zero if one.sharding is not None else frozenset() for one in made or [Record()]))
@@ -262,7 +264,7 @@ def _constants(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
-    """Without pipeline stages: whether what each run reads is there. Of a pipeline's lists `refuse_incomplete` says it."""
+    """A message for every fault of a schedule without pipeline stages; `refuse_incomplete` checks the lists of a pipeline."""
     if program.pipeline is not None:
         return
     there = {port.key for port in program.inputs}
@@ -301,7 +303,7 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _faults_of_parts(program: PlainProgram, runs: Mapping[tuple[str, int], int], there: Collection[str]) -> Iterator[str]:
-    """What is wrong with a schedule by which some microbatch's part of a sum counts not at all, or more than once."""
+    """A message for every sum to which the part of some microbatch is not added exactly once."""
     for name, stage in program.stages.items():
         parts = [key for key in stage.outputs if whole_of(key) is not None]
         odd = next((microbatch for microbatch in range(program.microbatches) if runs.get((name, microbatch), 0) != 1), None)
@@ -310,14 +312,12 @@ def _faults_of_parts(program: PlainProgram, runs: Mapping[tuple[str, int], int],
         yield from (f"the schedule leaves {key}, which nothing takes" for key in parts if key in there)
 
 
-# Storage shared by values: no read of an overwritten value, and no result in memory kept between calls.
-#
-# flat: "f32[68]; its parts inside" = aten.cat([a, b])          refused where a line reads g1, which a flattens: it lies in flat's memory
-# r: "f32[68]; over its operand" = all_reduce(flat, ...)        refused where a line reads flat beside it
-
-
 def storage_faults(stage: Stage) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it). The stage's lines are sound in themselves."""
+    """(value, message) for every value that may not share storage as its line says. Assumes lines with correct types.
+
+    flat: "f32[68]; its parts inside" = aten.cat([a, b])        refused if a line reads g1, which a flattens: g1 is in flat's memory
+    r: "f32[68]; over its operand" = all_reduce(flat, ...)      refused if another line reads flat
+    """
     written = writes_in_place(stage)
     for node in stage.graph.nodes:
         for word in sharing_of(node):

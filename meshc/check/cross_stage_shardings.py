@@ -1,9 +1,9 @@
-"""Shardings of values with plain types across stages: what the stage that computes a value knows, for the stages that read it.
+"""Shardings of values with plain types across stages: inferred in the stage that computes a value, for the stages that read it.
 
-    before    keep_first_1: "f64[4, 2, 2]" = keep_first(zeros, coordinate_1)      is known to be [experts 4, in 2, out 2] partial(sum: a)
-    each      keep_first_1: "f64[4, 2, 2]" = "value:keep_first_1"                 so it is here
+    before    keep_first_1: "f64[4, 2, 2]" = keep_first(zeros, coordinate_1)      inferred: [experts 4, in 2, out 2] partial(sum: a)
+    each      keep_first_1: "f64[4, 2, 2]" = "value:keep_first_1"                 read with this sharding
 
-What is made once for all microbatches may stand among the lines that a rule writes for one operator, which have plain types.
+A rule's lowering of one operator consists of lines with plain types; those that are equal for all microbatches are in another stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshc.program.program import PlainProgram
 
 
 class CrossStageShardings:
-    """What is known of values by their keys, of the stages that have been followed so far."""
+    """Inferred shardings by key, of the stages checked so far."""
 
     def __init__(self, program: PlainProgram) -> None:
         self._makers = Counter(key for stage in program.stages.values() for key in stage.outputs)
@@ -30,7 +30,7 @@ class CrossStageShardings:
         self._found.setdefault(key, []).append((tuple(ir.record(value).shape), spread))
 
     def of(self, key: str, record: Record) -> InferredSharding | None:
-        """None where nothing is known, as where the stages that make it do not agree, or something else has this key, too."""
+        """The sharding inferred under `key`; None if unknown, if writers disagree, or if a port or an accumulation has the same key."""
         found = self._found.get(key, [])
         if not found or len(found) < self._makers[key] or key in self._others:
             return None

@@ -8,6 +8,6 @@ from meshc.program.program import Origin
 
 
 def error_at_line(origin: Origin, name: str, error: Exception) -> ArtifactError:
-    """The error that says on which line of its text a program has failed; `name` is the value that was being made."""
+    """ArtifactError with the file and line of the value `name`, which failed with `error`."""
     advice = "what to do: correct the inputs if the values at fault are theirs; otherwise compile and save the program again"
     return ArtifactError(f"{origin.fault(name, f'{name} could not be made: {first_line(error)}')}\n  {advice}")

@@ -1,13 +1,13 @@
 """Guards of a loaded program's operators: checks of operand values before a kernel that trusts them runs.
 
-A kernel that walks memory by numbers which it finds in its operands (indices, offsets, lengths) reads and writes wherever these say. What a
-program is compiled to in this process gives such kernels what torch gave them when it was traced; of a text that anybody may have written
-nothing is known, so each of them has a guard here, and memory that nobody has written is zero.
+A kernel that addresses memory by values of its operands (indices, offsets, lengths) reads and writes wherever these values point. Programs
+compiled in this process pass such kernels what the traced model passes; a loaded text may pass anything, so each of these kernels is
+guarded here, and uninitialised memory is zeroed.
 
-    Operator.preconditions      ValueError says which does not hold, and the operator does not run
-    Operator.uninitialised      memory as it was left: it is zero, or it could be made an output
+    Operator.preconditions      a precondition that fails raises ValueError, and the operator does not run
+    Operator.uninitialised      the result is zeroed: an output must not show earlier contents of memory
 
-The types have been checked before (`stage.py`), rules of shapes with them; they are asked once more of the operands that have come.
+Types and preconditions have been checked on meta tensors (`stage.py`); preconditions are checked again on the real operands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.private import OpOverload
 if TYPE_CHECKING:
     from meshc.rules import families
 else:
-    families = LazyModule("meshc.rules.families")  # the records of all operators, which a rank that reads no text does without
+    families = LazyModule("meshc.rules.families")  # records of all operators; a rank that reads no text never loads them
 
 
 def is_guarded(target: Target) -> bool:
@@ -31,7 +31,7 @@ def is_guarded(target: Target) -> bool:
 
 
 def guard_function(target: Target, function: Function) -> Function:
-    """`function`, which does what the operator `target` does, after its guard."""
+    """`function`, an implementation of the operator `target`, with the guard that `target` needs, if any."""
     if families.operator_of(target).uninitialised:
         return _zero_result(function)
     if not isinstance(target, OpOverload) or not families.operator_of(target).preconditions:

@@ -1,8 +1,8 @@
-"""Host and device: an operator runs on the side that stores all its operands; only copies cross.
+"""Faults of host, disk and device storage: an operator runs on the side that stores all its operands; only copies cross.
 
     m: "f32[8, 4] host" = "state:w/exp_avg"             or "f32[8, 4] disk": in a file there
-    h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: what it makes lies on the host, as m does
-    h: "f32[8, 4]" = aten.mul.Tensor(x, m)             refused: m lies on the host, and x on the device
+    h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: the result is on the host, as m is
+    h: "f32[8, 4]" = aten.mul.Tensor(x, m)             refused: m is on the host, and x on the device
     d: "f32[8, 4]" = from_host(m)
     back: "f32[8, 4] host" = to_host(h, m)
 """
@@ -21,11 +21,11 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 MAY: Final[tuple[Kind, ...]] = ("parameter", "state", "flow", "saved")
-"""Kinds of keys under which something may come into a stage, or leave it, on the host."""
+"""Kinds of keys under which a host value may enter or leave a stage."""
 
 
 def faults(stage: Stage) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it). The stage's lines are sound in themselves."""
+    """(value, message) for every value in wrong storage. Assumes lines with correct types."""
     keys = stage.keys()
     over: dict[Node, Node] = {}
     for node in stage.graph.nodes:
@@ -61,7 +61,7 @@ def _why_not(node: Node) -> str:
 
 
 def _why_not_one_side(node: Node) -> str:
-    """Of an operator."""
+    """Why an operator other than a copy mixes host and device; "" if it does not."""
     if any(map(_is_on_disk, (node, *node.all_input_nodes))):
         return "it reads what lies on the disk, or makes it: from_host and to_host alone do"
     read = [one for one in node.all_input_nodes if ir.has_record(one) and any(each.dtype is not None for each in ir.records(one))]

@@ -1,10 +1,10 @@
-"""Ranges of checked indices against the rows of the operators that read by them.
+"""Ranges of checked indices against the numbers of rows of the operators that read by these indices.
 
     i: "i64[4]" = meshc.check_index(x, 0, 255, None, "x", "", True)
     y: "f32[4, h 8]" = aten.embedding(w, i)         w is [vocab 256, h 8]: refused, 0 to 255 are its rows
 
-Looked at is what is checked itself, what is only moved or cut out of it, and its place in a rank's tile of the rows (`tile_indices.py`),
-in any stage. Where a line's types do not say of how many rows it reads a tile, nothing is said.
+An index is followed in all stages from its check through operators that only move it, slices, and the conversion to a place in a rank's
+tile of the rows (`tile_indices.py`). A line is not checked where types do not give the global number of rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshc.text.allowed_operators import spelling
 CHECK: Final = torch.ops.meshc.check_index.default
 ONE_HOT: Final = torch.ops.meshc.one_hot.default
 Check = tuple[str, Node]
-"""A stage, and a line of it that looks at an index."""
+"""(stage, `check_index` line of the stage)."""
 
 
 def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: RulesProtocol) -> Iterator[tuple[str, str, str]]:
-    """(stage, value, what is wrong) for every line that goes by an index as it is in another rank's tile, and for every check of another
-    range than that of who reads by what it has let through."""
+    """(stage, value, message) for every line that misuses an index into a rank's tile, and for every check of another range than a reader
+    of the checked index takes."""
     handed: dict[str, frozenset[Check]] = {}
     tiles = TileIndices(sizes)
     for stage in stages.values():
@@ -56,7 +56,7 @@ def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: RulesPr
 
 
 def _index_sources(node: Node, rules: RulesProtocol, tiles: TileIndices) -> list[Node]:
-    """The operands whose integers a result holds, but for padding, and no others; or places of theirs in a tile."""
+    """The operands from which all integers of a result come, padding aside: unchanged, or as places in a rank's tile."""
     if node.target is CHECK or node.target in spmd.FUNCTIONS.values() or ir.is_getitem(node) or rules.only_moves(node):
         return node.all_input_nodes
     index = tiles.origin(node)
@@ -80,7 +80,7 @@ def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: RulesPr
 
 
 def _of_whole_values(node: Node, tensors: list[Node], tiles: TileIndices) -> tuple[Node | None, list[Node]]:
-    """The call as it is of whole values, and what stands for its operands; None where a type does not say what these are."""
+    """The call with operands of global shapes, and these operands; None if a type gives no global shape."""
     graph, stands = Graph(), dict[Node, Node]()
     rows = {rows for one in tensors[1:] if (rows := tiles.whole_rows(one)) is not None} if node.target in (*READS, *WRITES) else set()
     for one in tensors:
@@ -94,7 +94,7 @@ def _of_whole_values(node: Node, tensors: list[Node], tiles: TileIndices) -> tup
     if len(stands) < len(set(tensors)):
         return None, []
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: stands.get(one, 0))
-    if node.target is ONE_HOT:  # which is told how many columns a tile has
+    if node.target is ONE_HOT:  # its second argument is the number of columns of a tile
         made = ir.record(node).sharding
         if made is None:
             return None, []

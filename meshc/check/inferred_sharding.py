@@ -1,9 +1,9 @@
 """Sharding of a value as far as operands and types determine it, with unknowns.
 
     "f32[batch 4/dp, ffn 32/tp] partial(sum: ep)"       dims ((batch 4/dp,), (ffn 32/tp,)), axes {dp, tp}, partial {ep: sum}
-    "f32[2, 16]"                                        a plain type: what made the value says how it lies, or nothing does
+    "f32[2, 16]"                                        a plain type: inferred from the operator that computes the value, or unknown
 
-Nothing is said of microbatches that a value is partial over: what is one microbatch's part says so where it becomes one.
+`partial` leaves out the axis of microbatches.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 Parts = tuple[Part, ...]
 Runs = frozenset[tuple[str, ...]]
 UNNAMED = ""
-"""The factor of a part that only its size is known of."""
+"""Factor of a part with nothing known but its size."""
 
 
 @dataclass(frozen=True)
 class InferredSharding:
-    """dims     for each dim its parts; None for one that is not known
-    partial  axis -> reduction; None: not known
-    runs     axes that split one part of it, one after the other, in whatever dim; None: not known
-    pieces   of a dim in which several values travel together: how many positions each has, and how it lies
-    varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
-    padding  axis -> what the positions hold that were put in so that it could split something; None for anything; not there: not known
-    filled   whether nothing but zeros has been put between its positions since a type said how they lie
-    windows  dim -> the halo that brought it, or how an operator by windows has made it (`windows.py`)
-    back     axes -> how many places before this rank, round their ring, the one is whose tile it is (`rings.py`); not there: not known
+    """dims     parts of each dim; None for an unknown dim
+    partial  axis -> reduction; None: unknown
+    runs     the axes of each split part, major to minor, in whatever dim the part is; None: unknown
+    pieces   of a bucket: number of positions and sharding of each value in it
+    varies   the value depends on the rank's coordinates in a way that no sharding describes
+    padding  axis -> contents of the positions added so that the axis splits evenly; None: any contents; axis missing: unknown
+    filled   only zeros have been added between positions since a type last declared the sharding
+    windows  dim -> the halo that the value comes from, or the windows of the operator that computed it (`windows.py`)
+    back     axes of a ring -> how many places before this rank the owner of the tile is (`rings.py`); axes missing: unknown
     """
 
     dims: tuple[Parts | None, ...] = ()
@@ -51,7 +51,7 @@ class InferredSharding:
 
     @staticmethod
     def of(record: Record, sizes: Mapping[str, int]) -> InferredSharding:
-        """What a type says; `sizes` are those of all axes."""
+        """The sharding that a type declares; `sizes` are those of all axes."""
         if record.sharding is None:
             return InferredSharding((None,) * len(record.shape))
         zero = record.sharding.zero
@@ -62,15 +62,15 @@ class InferredSharding:
 
     @property
     def has_all_dims(self) -> bool:
-        """Whether all dims are."""
+        """Whether all dims are known."""
         return None not in self.dims
 
     def axis_runs(self) -> Runs | None:
-        """The axes that split it, those of one part after one another; None if that is not known."""
+        """The axes of each split part, major to minor; None if unknown."""
         return runs_of(dim for dim in self.dims if dim is not None) if self.has_all_dims else self.runs
 
     def split_axes(self) -> frozenset[str] | None:
-        """The axes that split it; None if that is not known."""
+        """All axes that split the value; None if unknown."""
         found = self.axis_runs()
         return None if found is None else frozenset(axis for run in found for axis in run)
 
@@ -84,7 +84,7 @@ def runs_of(dims: Iterable[Parts]) -> Runs:
 
 
 def fit_together(one: Runs, other: Runs) -> bool:
-    """Whether axes that follow each other in a part of one do so in the other."""
+    """Whether each run of `one` is contiguous within a run of `other`."""
     return all(any(run == longer[at : at + len(run)] for longer in other for at in range(len(longer))) for run in one)
 
 
@@ -97,7 +97,7 @@ def partial_text(partial: Mapping[str, str]) -> str:
 
 
 def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """The order of a tile's elements: what is split, in its place among what is not, which counts together however it is cut and named."""
+    """The order of a tile's elements: (factor, size, cuts) of each split part, and unsplit neighbours merged into one unnamed part."""
     found: list[tuple[str, int, tuple[str, ...]]] = []
     for part in parts:
         if part.axes:
@@ -111,12 +111,12 @@ def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
 
 
 def flat(spread: InferredSharding) -> list[Part]:
-    """All parts that are known, major to minor."""
+    """All parts of known dims, major to minor."""
     return [part for dim in spread.dims if dim is not None for part in dim]
 
 
 def alike(one: Parts, other: Parts) -> bool:
-    """Whether two dims lie alike: split alike, in the same places, and under one name where each says one and they are cut alike."""
+    """Whether two dims are sharded alike: equal order of elements (`run_of`), and no part with two different names."""
     if [part.size for part in one] == [part.size for part in other]:
         named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
         return named and [part.cuts for part in one] == [part.cuts for part in other]
@@ -127,7 +127,7 @@ def alike(one: Parts, other: Parts) -> bool:
 
 
 def padded_axes(part: Part, sizes: Mapping[str, int]) -> list[str]:
-    """The axes that do not split what they find evenly: so that they could, positions were put in."""
+    """The axes that do not evenly split the tiles of the axes before them, so that positions are added."""
     tiles = tile_sizes(part.size, [sizes[axis] for axis in part.axes])
     return [axis for axis, whole, each in zip(part.axes, tiles, tiles[1:], strict=False) if each * sizes[axis] != whole]
 

@@ -1,4 +1,4 @@
-"""Entries of a saved program beside its text (`PlainProgram.info`): each is of the kind that its readers take, or refused.
+"""Faults of the entries that a saved program has beside its text (`PlainProgram.info`): those that readers cannot take are refused.
 
     {"seed": 0, "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
 """
@@ -13,8 +13,7 @@ from meshc.optimizer.spec import KEPT, RELATIONS
 
 
 def faults_of_info(info: Mapping[str, object], axes: Collection[str]) -> Iterator[str]:
-    """A message for every entry that is not what its reader takes; `axes` are those of the mesh that split anything. Entries that nobody
-    reads may be anything."""
+    """A message for every entry of a wrong kind; `axes` are the mesh axes of more than one rank. Other entries may be anything."""
     work = info.get("work")
     for row in work if isinstance(work, list) and all(map(_is_row, work)) else ():
         if not set(axes) <= row[4].keys():
@@ -38,7 +37,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _is_row(value: object) -> bool:
-    """As `meshc.cost.divided_work.Work.plain` writes it."""
+    """Whether `value` is a row that `meshc.cost.divided_work.Work.plain` writes."""
     if not isinstance(value, list) or len(value) != 5:
         return False
     *words, flops, by_axis = value
@@ -46,7 +45,7 @@ def _is_row(value: object) -> bool:
 
 
 def _is_guard(value: object) -> bool:
-    """A row of the group, its number's name, the relation, and what it is compared with."""
+    """Whether `value` is a guard's row: group, name of the group's number, relation, constant that the number is compared with."""
     if not isinstance(value, list) or len(value) != 4:
         return False
     group, name, relation, constant = value

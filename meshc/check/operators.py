@@ -1,7 +1,7 @@
 """Shapes, dtypes and strides of an operator's results, from meta tensors.
 
-Torch's meta kernels and the fakes of meshc's own operators say it; they allocate nothing and read nothing. What they would believe
-without looking is looked at here: numbers that a product of sizes would wrap, lists of as many results as a size says.
+Torch's meta kernels and the fakes of meshc's own operators compute these without allocating or reading memory. Arguments that they do not
+check are checked here: sizes with products that overflow, lists with as many results as a size says.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshc.private import OpOverload
 aten = torch.ops.aten
 
 MOST_ITEMS: Final = 1 << 16
-"""Of a list among the arguments."""
+"""Most items of a list among the arguments."""
 INDICES: Final = ("index", "indices", "offsets", "choice", "ends")
-"""Names of operands that say which elements are meant."""
+"""Names of operands that select elements."""
 _END: Final = (1 << 63) - 1
-"""By which a slice says "to the end"."""
+"""The `end` of a slice that goes to the end of its dim."""
 
 PIECES: Final[Mapping[OpOverload, Callable[..., int]]] = {
     aten.unbind.int: lambda x, dim=0: x.shape[dim],
@@ -35,13 +35,13 @@ PIECES: Final[Mapping[OpOverload, Callable[..., int]]] = {
     aten.split_with_sizes_copy.default: lambda x, lengths, dim=0: len(lengths),
     aten.unsafe_split_with_sizes.default: lambda x, lengths, dim=0: len(lengths),
 }
-"""How many results an operator that gives a list of them has."""
+"""Number of results of the operators that return a list."""
 
 
 def infer_result(
     target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], count: int
 ) -> Tensor | int | Sequence[Tensor | int] | None:
-    """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""
+    """The results of `target` for meta tensors; `count` is the number of declared results. Raises Wrong."""
     named = [(argument, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
     named += [(argument, kwargs[argument.name]) for argument in target._schema.arguments if argument.name in kwargs]
     for argument, value in named:
@@ -53,7 +53,7 @@ def infer_result(
     if kwargs.get("pin_memory"):
         raise Wrong("programs pin no memory")
     if any(argument.name == "device" and argument.kwarg_only for argument in target._schema.arguments):
-        kwargs["device"] = torch.device("meta")  # also where it says none: what is made of sizes alone would be made in memory
+        kwargs["device"] = torch.device("meta")  # also where no device is given: factory functions would allocate memory
     try:
         if target in PIECES and PIECES[target](*args, **kwargs) != count:
             raise Wrong(f"it gives {PIECES[target](*args, **kwargs)} results, {count} are declared")
@@ -65,7 +65,7 @@ def infer_result(
             found = target(*args, **kwargs)
     except Wrong:
         raise
-    except Exception as error:  # a meta kernel refuses operands by any class of error
+    except Exception as error:  # a meta kernel may raise any class of error
         raise Wrong(f"its operator does not take these operands: {first_line(error)}") from error
     for value in found if isinstance(found, list | tuple) else (found,):
         if isinstance(value, Tensor):
@@ -79,7 +79,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _check_argument(value: object, sizes: bool) -> None:
-    """`sizes`: an integer in it says how many, or where, and is none of the numbers that a kernel computes with."""
+    """Raises Wrong for long lists, large sizes and the meta device. `sizes`: integers in `value` are sizes or positions, not data."""
     if isinstance(value, list | tuple):
         if len(value) > MOST_ITEMS:
             raise Wrong(f"a list of {len(value)} is among its arguments; at most {MOST_ITEMS} may stand in one")
@@ -92,7 +92,7 @@ def _check_argument(value: object, sizes: bool) -> None:
 
 
 def _check_index(name: str, value: object) -> None:
-    """What says where to read or write is integers, of which kernels that run without values do not ask; a mask may stand for them."""
+    """Raises Wrong for an index of floating point or complex numbers, which meta kernels do not refuse. Masks may be indices."""
     for index in value if isinstance(value, list | tuple) else (value,):
         if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
             raise Wrong(f"its operator does not take these operands: its {name} is {index.dtype}, where integers say which")
@@ -102,14 +102,14 @@ _CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryF
 
 
 def _check_kind(argument: torch.Argument, value: object) -> None:
-    """Torch takes a number where a dtype, layout or memory format is meant, and looks it up in a table without looking at its end."""
+    """Raises Wrong for a number in the place of a dtype, layout or memory format: torch uses it as an index into a table, unchecked."""
     kind = _CONSTANTS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
     if value is not None and kind is not None and not isinstance(value, kind):
         raise Wrong(f"its operand {argument.name} is {value!r:.60}, and must be a {kind.__name__}")
 
 
 def _check_memory(value: Tensor) -> None:
-    """A view stays within the memory of what it views."""
+    """Raises Wrong for a tensor that is not strided, and for a view that reaches beyond the memory of its base."""
     if value.layout != torch.strided:
         raise Wrong(f"it is {value.layout}, where a program's values are dense")
     last = value.storage_offset() + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))

@@ -1,8 +1,8 @@
-"""Order of tiles (`meshc/ir/sharding.py`): natural or zigzag, as operators take it, and the exchanges between the two.
+"""Order of tiles, natural or zigzag (`meshc/ir/sharding.py`): faults of operands in another order than operators take, and exchanges.
 
-    cumsum of [batch 4, seq 8/cp~zigzag] along seq               does not go: it takes natural order
-    add of [seq 8/cp~zigzag] and [seq 8/cp]                      does not go: it takes one order
-    attention_zigzag of [batch 4, heads 2, seq 8/cp, head 8]     does not go: it takes zigzag order
+    cumsum of [batch 4, seq 8/cp~zigzag] along seq               refused: cumsum takes natural order
+    add of [seq 8/cp~zigzag] and [seq 8/cp]                      refused: add takes operands in one order
+    attention_zigzag of [batch 4, heads 2, seq 8/cp, head 8]     refused: attention_zigzag takes zigzag order
     to_zigzag(x, ["cp"], 0) of [seq 8/cp]                        gives [seq 8/cp~zigzag], and from_zigzag of that [seq 8/cp]
 """
 
@@ -37,8 +37,8 @@ def check(
     piece: bool,
     sizes: Mapping[str, int],
 ) -> None:
-    """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'. A `piece` of what a rule
-    makes of an operator may take any order: what it gives is looked at where a line says again how a value lies."""
+    """Raises Wrong for operands in another order than the operator takes. `names`: of the operands. `piece`: whether the line is one of
+    several in a rule's lowering, which may take any order; the next line with a declared sharding is checked."""
     found: dict[str, tuple[Parts, str]] = {}
     for name, dims, spread in zip(names, rule.operands, given, strict=True):
         for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
@@ -59,7 +59,7 @@ def check(
 
 
 def check_natural(given: InferredSharding, dim: int, does: str) -> None:
-    """Raises Wrong where what reads neighbours, or counts positions, would read another order."""
+    """Raises Wrong if `dim` is not in natural order, for a line that reads neighbours or counts positions (`does` says which)."""
     parts = given.dims[dim]
     if parts is not None and is_reordered(parts):
         raise Wrong(f"it {does} along dim {dim} of its operand, which is [{dim_text(parts)}] and not in natural order")
@@ -68,8 +68,8 @@ def check_natural(given: InferredSharding, dim: int, does: str) -> None:
 def reorder_dim(
     given: InferredSharding, dim: int, axes: Sequence[str], before: str, after: str, sizes: Mapping[str, int]
 ) -> InferredSharding:
-    """What lies in the order `after` along a dim that these axes split and that lies in the order `before`. Raises Wrong where it does not;
-    where tiles have no halves of their own (padding), no order says how it lies then."""
+    """The sharding after an exchange of order `before` for order `after` along `dim`. Raises Wrong if `dim` is in another order; `dim`
+    becomes unknown if `axes` do not split it, or if its tiles have no halves of their own (padding)."""
     parts = given.dims[dim]
     split = [part for part in parts or () if part.axes]
     ours = parts is not None and len(split) == 1 and list(split[0].axes) == list(axes)
@@ -82,12 +82,12 @@ def reorder_dim(
 
 
 def is_reordered(parts: Parts) -> bool:
-    """Whether anything of a dim lies in another order than the natural one."""
+    """Whether any part of a dim is in another order than the natural one."""
     return any(part.order for part in parts)
 
 
 def _has_own_halves(parts: Parts, sizes: Mapping[str, int]) -> bool:
-    """Whether the halves of a rank's positions of a dim are those of the tile of the part that is split."""
+    """Whether the halves of a rank's positions of a dim are the halves of its tile of the split part."""
     place = next(place for place, part in enumerate(parts) if part.axes)
     before, inside = (prod(part.size for part in some) for some in (parts[:place], parts[place + 1 :]))
     return before == 1 and (inside == 1 or local_size(parts[place], sizes) % 2 == 0)

@@ -1,11 +1,11 @@
-"""Reads after in-place writes, and results that share storage.
+"""Faults of in-place writes: reads of overwritten values, and results that share memory.
 
     t: "f32[8, 4]" = aten.t(w)
     adam_many_: "int" = meshc.adam_many_([w], [g], ...)
-    h: "f32[4, 8]" = aten.mm(x, t)                 refused: t is a view of what has been written
-    return {"parameter:w": v}                      refused: v's memory would be that of two parameters
+    h: "f32[4, 8]" = aten.mm(x, t)                 refused: t is a view of w, which is overwritten
+    return {"parameter:w": v}                      refused: v is in the memory of another parameter
 
-Under the name of what was written stands the new value from there on, for the update itself; forward and backward are of the old one.
+After a write the name of the operand means the new value, which lines of the update may read, and lines of forward and backward may not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 OWN = ("parameter", "buffer", "state")
-"""Kinds of ports whose memory is the program's own to write."""
+"""Kinds of ports with memory that the program may overwrite."""
 Memory = frozenset[str]
-"""Whose memory a value may lie in: keys of parameters of the stage, and names of values that have their own."""
+"""Owners of the memory that a value may be in: keys of the stage's inputs, and names of values with memory of their own."""
 
 
 def faults(stage: Stage, may_view: Callable[[Target], bool]) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it). `may_view`: whether an operator's result may lie in the memory of its operands."""
+    """(value, message) for every fault. `may_view`: whether an operator's result may share memory with its operands."""
     memory = memories(stage, may_view)
     written: dict[str, Node] = {}
     new: set[Node] = set()
@@ -53,7 +53,7 @@ def faults(stage: Stage, may_view: Callable[[Target], bool]) -> Iterator[tuple[s
 
 
 def _is_early(node: Node) -> bool:
-    """Whether a line is of forward or backward, by what is known of it."""
+    """Whether the record of a line says that it belongs to forward or backward."""
     told = ir.records(node)[0]
     return told.phase == "backward" or told.phase == "forward" and (told.source != Source() or bool(told.reason))
 
@@ -75,7 +75,7 @@ def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, 
 
 
 def writes(node: Node) -> list[Node]:
-    """The operands that a line writes into."""
+    """The operands that a line overwrites."""
     if spmd.is_host_copy(node.target):
         return list(node.args[1:])  # type: ignore[arg-type]
     if node.op != "call_function" or node.target not in WRITERS:

@@ -1,12 +1,12 @@
-"""Padding: the contents of positions added so that axes split evenly, and the operators that may read them.
+"""Faults of padding (positions added so that axes split evenly): reductions over padding that is not neutral, types with false zeros.
 
-    x: "f32[batch 5/dp, in 4] pad(zero: 0.0)" = shard(y, 0, 2, coordinate)       a tile is filled up with zeros
-    h: "f32[batch 5/dp, out 8]" = aten.addmm(b, x, w)                            and now holds anything
-    s: "f32[out 8] partial(sum: dp)" = aten.sum.dim_IntList(h, [0])              does not go: the sum takes padding in
-    g: "f32[batch 5/dp, out 8] pad(zero: 0.0)" = aten.add.Tensor(h, 1)           does not go: what is said to be zero is not
+    x: "f32[batch 5/dp, in 4] pad(zero: 0.0)" = shard(y, 0, 2, coordinate)       padding is zero
+    h: "f32[batch 5/dp, out 8]" = aten.addmm(b, x, w)                            padding may hold anything
+    s: "f32[out 8] partial(sum: dp)" = aten.sum.dim_IntList(h, [0])              refused: the sum includes padding
+    g: "f32[batch 5/dp, out 8] pad(zero: 0.0)" = aten.add.Tensor(h, 1)           refused: padding is not zero
 
-Zero stays what layout operators move, what is reduced, gathered and cut into tiles; `mask` makes it so. All other operators are taken to
-give it up. Of lines whose types say nothing it is followed as far as it is known.
+Padding stays zero in layout operators, reductions between ranks, gathers and tiles; `mask` sets it. After any other operator it may hold
+anything. Through lines with plain types it is followed as far as it is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes: Mapping[str, int]) -> None:
-    """Raises Wrong for a type that says of padding that it is zero where its line does not make it so."""
+    """Raises Wrong for a type that declares padding zero that is not zero by `padding` (axis -> contents)."""
     for dim, place in sorted(declared.zero):
         part = declared.dims[dim][place]
         if any(padding.get(axis) != 0 for axis in padded_axes(part, sizes)):
@@ -35,7 +35,7 @@ def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes:
 
 
 def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
-    """Raises Wrong for an operand that is summed over with its padding, which is not what adds nothing. `names` are the operands'."""
+    """Raises Wrong for padding that is reduced over and not neutral, or not zero where `rule.clean` needs it. `names`: of the operands."""
     if rule.kind == "layout":
         return
     summed = {letter for sums in rule.sums for letter in sums} if not rule.self_masked else set()

@@ -1,6 +1,6 @@
-"""Phases: a value of forward, backward or update reads no value of a later phase.
+"""Faults of phases (forward, backward, update): lines that read a value of a later phase.
 
-The side table says which; of a line that it does not know, one that was written in by hand, its operands say it.
+The side table gives the phase of each line; a line added by hand, which the table does not have, takes the latest phase of its operands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshc.text.allowed_operators import spelling
 
 
 def faults(stage: Stage) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it) for every line that reads what a later phase makes."""
+    """(value, message) for every line that reads a value of a later phase."""
     phase: dict[Node, int] = {}
     for node in stage.graph.nodes:
         if node.op != "call_function":

@@ -1,13 +1,13 @@
-"""Ring attention: the rank whose tile each shifted value is, against the tile that the attention's arguments describe.
+"""Owners of the tiles in ring attention: the rank that each shifted value comes from, against the attention's arguments.
 
     k_1: "f32[..]" = ring_shift(k, ["cp"], 1)              the tile of the rank 1 place before this one along cp
     c_1: "int" = ring_place(coordinate, 1, 3)              that rank's coordinate
-    n_1: "int" = tile_start(12, [3], [c_1])                and where its tile begins
-    attention_block(q, k_1, v_1, ..., n_1, ...)            goes: all of one rank
-    add(g_1, g_2)                                          does not go, where g_1 is of the rank 1 place before and g_2 of that 2 before
+    n_1: "int" = tile_start(12, [3], [c_1])                the start of that rank's tile
+    attention_block(q, k_1, v_1, ..., n_1, ...)            accepted: all of one rank
+    add(g_1, g_2)                                          refused if g_1 is of the rank 1 place before and g_2 of the rank 2 before
 
-Gradients of a block's keys and values are of the rank whose block it is; as many shifts as there are ranks bring them home. Whether an
-attention looks at each block once is not followed.
+Gradients of a block's keys and values belong to the owner of the block; as many shifts as the ring has ranks return them. That an
+attention reads each block once is not checked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from meshc.check.inferred_sharding import InferredSharding, dim_text
 from meshc.check.spmd_shardings import Place
 from meshc.check.types import Wrong
 from meshc.ir.window import tile_length
-from meshc.ops import attention as _attention  # noqa: F401 - likewise
-from meshc.ops import attention_block as _block  # noqa: F401 - registers them
+from meshc.ops import attention as _attention  # noqa: F401 - registers them
+from meshc.ops import attention_block as _block  # noqa: F401 - likewise
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
 from meshc.private import OpOverload
@@ -40,12 +40,12 @@ CAUSAL: Final = (
     meshc.attention.default, meshc.attention_backward.default, meshc.attention_block.default, meshc.attention_block_backward.default,
     meshc.explicit_attention.default, meshc.explicit_attention_backward.default, meshc.explicit_attention_bias_backward.default,
 )  # fmt: skip
-"""Those that are told where their queries start."""
+"""Operators with an argument for the start of the queries."""
 OF_QUERIES: Final = ("start", "queries_of")
 OF_KEYS: Final = ("first", "real", "keys_of")
-"""Arguments that say where queries, or a block of keys, lie."""
+"""Arguments with positions of queries, or of a block of keys."""
 OF_BIAS: Final = 3
-"""Which result of a backward is the bias's gradient: columns of the block's keys."""
+"""Index of the bias's gradient among the results of a backward; its columns are the block's keys."""
 
 Back = Mapping[tuple[str, ...], int]
 
@@ -53,7 +53,7 @@ Back = Mapping[tuple[str, ...], int]
 def ring_offsets(
     node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
 ) -> list[Back]:
-    """Whose tiles each of an operator's `count` results is: axes -> how many places before. Raises Wrong for operands of several ranks."""
+    """For each of `count` results, axes of a ring -> places before this rank of its owner. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
         return [common_offsets([*given.values()])]
     if node.target in CAUSAL:
@@ -66,7 +66,7 @@ def ring_offsets(
 
 
 def common_offsets(given: Sequence[InferredSharding]) -> Back:
-    """Of what is put beside each other: tiles of several ranks may be."""
+    """The offsets that all operands of a concatenation share: tiles of several ranks may be concatenated."""
     return {axes: back for axes, back in given[0].back.items() if all(one.back.get(axes) == back for one in given)}
 
 
@@ -76,14 +76,14 @@ def _is_same_for_keys(node: Node) -> bool:
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """All arguments of a call by the names of its schema, in its order, with defaults for those that are left out."""
+    """All arguments of a call by name, in the order of the operator's schema, with its defaults."""
     rows = cast(OpOverload, node.target)._schema.arguments
     given = dict(zip((argument.name for argument in rows), node.args, strict=False)) | node.kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in rows}
 
 
 def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None]) -> None:
-    """Raises Wrong where queries are split and a causal mask does not go from the start of their tile on."""
+    """Raises Wrong if queries are split and a causal mask does not start at the start of their tile."""
     q = named["q"]
     parts, start = given[q].dims[2], places.get(named.get("start"))
     _check_number("start", start, 0, q, given)
@@ -92,7 +92,7 @@ def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding
 
 
 def _shared_offsets(given: Mapping[Node, InferredSharding]) -> Back:
-    if len(given) == 1:  # of what changes alone it is known whose it is also where its dims are not
+    if len(given) == 1:  # the owner of a single operand is known even if its dims are not
         (spread,) = given.values()
         return {**{(axis,): 0 for axis in spread.split_axes() or ()}, **spread.back}
     found: dict[tuple[str, ...], tuple[int, Node]] = {}
@@ -110,7 +110,7 @@ def whose(back: int, axes: Sequence[str]) -> str:
 
 
 def _known_offset(spread: InferredSharding, axes: tuple[str, ...]) -> int | None:
-    """None where it is not known, as of what is not split over these axes."""
+    """How many places before this rank the owner is; None if unknown, as for a value that `axes` do not split."""
     if axes in spread.back:
         return spread.back[axes]
     return 0 if spread.split_axes() is not None and set(axes) & (spread.split_axes() or frozenset()) else None
@@ -119,7 +119,7 @@ def _known_offset(spread: InferredSharding, axes: tuple[str, ...]) -> int | None
 def _block_offsets(
     node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int]
 ) -> Back:
-    """Whose block of keys it is, of which all its operands and numbers must be."""
+    """The offset of the owner of the block of keys. Raises Wrong for operands or positions of another rank."""
     named = named_arguments(node)
     for name in OF_QUERIES:
         _check_number(name, places.get(named.get(name)), 0, named["q"], given)
@@ -143,7 +143,7 @@ def _block_offsets(
 
 
 def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None], axes: Sequence[str]) -> Iterator[tuple[str, Place]]:
-    """Of what is drawn for a block: the last of the tile's offsets that these axes give is that of its keys."""
+    """For an attention that draws random numbers: the last of the draw's offsets that depend on `axes`, which is the offset of the keys."""
     found = [places.get(one) for one in named.get("offsets") or ()]
     own = [place for place in found if place is not None and place.axes == axes]
     if any(place.back for place in own[:-1]):
@@ -152,7 +152,7 @@ def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None]
 
 
 def _check_number(name: str, place: Place | None, back: int, x: Node, given: Mapping[Node, InferredSharding]) -> None:
-    """Raises Wrong for a number of another rank's tile, or of a tile of something else than dim 2 of x: of q, or k."""
+    """Raises Wrong for a position `name` of another rank's tile, or of another tile than dim 2 of `x` (q or k) has."""
     if place is None:
         return
     if place.back != back:

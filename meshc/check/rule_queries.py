@@ -1,8 +1,8 @@
-"""Queries of operator rules about one rank's tiles.
+"""Queries of operator rules about one rank's tiles: the rule and the deferrals of a line.
 
-Rules are functions of a node and its operands, of which they read shapes and arguments. What they are given is the line with its local
-shapes, a rank's place in the mesh being 0; where a tile has one position of a factor that has more, with the global shapes, since a rule
-takes a dim of one position for one that broadcasts.
+Rules are functions of a node and its operands, and read shapes and arguments. They are given the line with local shapes, and with 0 for
+integers that depend on the rank. Where a tile has one position of a split part, global shapes are tried first, since a rule takes a dim
+of one position for one that broadcasts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ if TYPE_CHECKING:
     from meshc.rules.operator import Deferral
     from meshc.rules.rule import Rule
 
+<<<<<<< HEAD
+||||||| 88319a43
+BY_POSITION = (torch.ops.aten.slice_backward.default,)
+"""Operators whose arguments are positions of a rank's tile: these have no other sizes."""
+
+=======
+BY_POSITION = (torch.ops.aten.slice_backward.default,)
+"""Operators with arguments that are positions of a rank's tile, which global shapes do not fit."""
+
+>>>>>>> main
 BY_CHANNELS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-"""Operators that are one thing or another by their channels, also where of their space, which goes by windows, nothing is known."""
+"""Operators with a rule that depends on global channels; dims of space, which may be unknown, keep their local extents."""
 
 Shape = tuple[int, ...]
 
 
 class RuleQueries:
-    """The stage's lines so far, as rules are asked about them. What takes a result out of several stands for itself."""
+    """A copy of the stage's lines so far, on which rules are queried. `getitem` lines are placeholders in it."""
 
     def __init__(self, rules: RulesProtocol, sizes: Mapping[str, int]) -> None:
         self.rules, self.sizes = rules, sizes
@@ -50,8 +60,8 @@ class RuleQueries:
     def rule(
         self, node: Node, tensors: Sequence[Node], given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
     ) -> tuple[Rule | None, Sequence[Deferral] | None]:
-        """The rule of a line and what may come in partial; None for an operator that has none, and None, None where it has one that cannot
-        be asked about these shapes."""
+        """The rule of a line and its deferrals; None and no deferrals for an operator without a rule; None, None if its rule takes none of
+        the shapes."""
         used = self._read_results(node)
         rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
         told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
@@ -76,7 +86,7 @@ class RuleQueries:
         return None, None
 
     def _query(self, node: Node, tensors: list[Node]) -> tuple[Rule | None, Sequence[Deferral]] | None:
-        """None where the rule does not fit: it is stated for whole values, and a tile's operator may have others."""
+        """None if the rule fails: rules are stated for global values, and the operator of a tile may have other shapes or arguments."""
         try:
             rule = self.rules.rule_of(node, tensors)
             return rule, () if rule is None else self.rules.deferrals(node, rule)
@@ -97,12 +107,12 @@ class RuleQueries:
         )
 
     def _declared_sharding(self, node: Node, declared: InferredSharding) -> InferredSharding:
-        """What is declared of a result; where that is nothing, what is of the sum of its windows, which lies alike but for its space."""
+        """The declared sharding of a result, or, if unknown, of the `halo_sum` that alone reads it, which differs only in dims of space."""
         while not declared.has_all_dims and len(node.users) == 1 and (user := next(iter(node.users))).target is spmd.halo_sum:
             node, declared = user, InferredSharding.of(ir.record(user), self.sizes)
         return declared
 
 
 def _is_one(spread: InferredSharding, sizes: Mapping[str, int]) -> bool:
-    """Whether a rank has one position of something that is split."""
+    """Whether a rank has one position of a split part."""
     return any(part.axes and local_size(part, sizes) == 1 for part in flat(spread))

@@ -1,11 +1,11 @@
 """Sharding of an operator's results by its rule: a letter is split alike in all operands and results that share it.
 
     mm, "m k, k n -> m n +k", of [batch 4/dp, ffn 32/tp] and [ffn 32/tp, hidden 8]      gives [batch 4/dp, hidden 8] partial(sum: tp)
-    mm of [batch 4/dp, ffn 32/tp] and [ffn 32, hidden 8]                                does not go: k is split in one and not in the other
-    relu of a value that is partial(sum: tp)                                            does not go: it lets no sum through
+    mm of [batch 4/dp, ffn 32/tp] and [ffn 32, hidden 8]                                refused: k is split in one and not in the other
+    relu of a value that is partial(sum: tp)                                            refused: relu does not commute with a sum
 
-Rules are stated for whole values and are asked here for the tiles that a rank has, which the same operator makes of tiles. Where it does
-not, because a rank's place has gone into the numbers, the value `varies`, and only what must hold all the same is asked.
+Rules are stated for global values, and queried here for the tiles of a rank, which the same operator computes from tiles. A value that
+depends on the rank's coordinates otherwise `varies`; only what holds for such values too is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE = "_"
 
 
 class RulesProtocol(Protocol):
-    """What is asked of the operators' rules (`meshc.rules`); a rank that only runs a program has none."""
+    """The queries of operator rules (`meshc.rules`) that the checker makes; a rank that only runs a program has no rules."""
 
     def rule_of(self, node: Node, tensors: list[Node]) -> Rule | None: ...
 
@@ -52,16 +52,16 @@ def shardings_by_rule(
     told: Sequence[InferredSharding],
     sizes: Mapping[str, int],
 ) -> list[InferredSharding]:
-    """How the results lie. `names` are the operands', for messages; `told` is what the lines say of the results.
+    """The shardings of the results. `names`: of the operands, for messages; `told`: the declared shardings of the results.
 
-    Where one that is read says nothing an operator is a piece of what a rule makes of one, and may do with tiles what whole values do not
-    allow.
+    A line with a plain type for a result that is read is a piece, one of several lines in a rule's lowering, and may do with tiles what
+    rules do not allow for global values.
     """
     piece = any(told[index].runs is None for index in _read_results(node))
     letters = _letters(node, names, rule, given, piece, sizes)
     lost = (
         [] if any(not deferral.left for deferral in deferrals) else _letters_without_result(rule, letters)
-    )  # of operands that only say a shape
+    )  # a deferral that leaves nothing partial: only the shape of its operands is read
     if lost and not piece:
         raise Wrong(f"{op_name(node)} makes its result of all of [{dim_text(letters[lost[0]])}], of which a rank has a tile")
     owing = [_partial_of_sums(rule, index, letters) for index in range(len(rule.results))]
@@ -81,7 +81,7 @@ def shardings_by_rule(
 
 
 def _read_results(node: Node) -> set[int]:
-    """Which results are read; of an operator that makes one, that one."""
+    """Indices of the results that are read; {0} for an operator with one result."""
     read = {user.args[1] for user in node.users if is_getitem(user) and isinstance(user.args[1], int)}
     return read or {0}
 
@@ -89,7 +89,7 @@ def _read_results(node: Node) -> set[int]:
 def _letters(
     node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], piece: bool, sizes: Mapping[str, int]
 ) -> dict[str, Parts]:
-    """What each letter of the operands stands for, but for those that a piece does not keep to."""
+    """Letter -> parts, by the operands, without letters on which the operands of a piece disagree. Raises Wrong for other disagreements."""
     found: dict[str, tuple[Parts, str, InferredSharding]] = {}
     broken: set[str] = set()
     unknown: set[str] = set()
@@ -102,7 +102,7 @@ def _letters(
             here = f"dim {place} of {name}"
             known, who, other = found.setdefault(letter, (parts, here, spread))
             why = ""
-            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # one position against a tile of one
+            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # size 1 against a tile of one position
                 broken |= {letter}
             elif not alike(known, parts):
                 why = f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(node)} takes them alike"
@@ -111,43 +111,43 @@ def _letters(
             if why and not piece and not _is_view(spread, other):
                 raise Wrong(why)
             broken |= {letter} if why else set()
-    broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # one position, and what may be a tile of one
+    broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # a dim of size 1 against a possible tile of one
     return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
 
 
 def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
-    """Whether two values of one shape on a rank lie alike but for the dim in which a tile of one position stands: no line says which."""
+    """Whether two values are sharded alike except for the dim that a tile of one position is in, which no line declares."""
     return one is not other and one.has_all_dims and other.has_all_dims and run_of(flat(one)) == run_of(flat(other))
 
 
 def _split_whole_letters(rule: Rule, given: Sequence[InferredSharding]) -> set[str]:
-    """Letters that are split though a rule takes them whole, as a piece may: what has nothing of them may be a part of a sum."""
+    """Letters that are split though the rule takes them whole, as a piece may: a result without one of them may be partial."""
     rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
     return {letter for row in rows for letter, parts in row if letter in rule.whole and any(part.axes for part in parts or ())}
 
 
 def _letters_without_result(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:
-    """Letters that are split and of which no result has anything: an operator that finishes what it makes of them by itself."""
+    """Split letters that are in no result: the operator needs all of their positions on one rank."""
     kept = _letters_with_result(rule)
     return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
 
 
 def _letters_maybe_without_result(rule: Rule, letters: Mapping[str, Parts], given: Sequence[InferredSharding]) -> list[str]:
-    """Likewise letters of which nobody knows whether they are split: a tile of one position may stand in any of several dims."""
+    """Likewise letters that may be split: a tile of one position may be in any of several dims."""
     kept = _letters_with_result(rule) | {ONE}
     dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
     return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split_axes() != frozenset()]
 
 
 def _letters_with_result(rule: Rule) -> set[str]:
-    """Letters of which a result has something: themselves, sums over them, what holds the same elements."""
+    """Letters that are in a result: as a dim, summed over, by a relation or by a window."""
     kept = {letter for dims in rule.results for letter in dims} | {letter for sums in rule.sums for letter in sums}
     kept |= {letter for relation in rule.relations for letter in (*relation.inside, *relation.outside)}
     return kept | {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
 
 
 def _partial_of_sums(rule: Rule, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:
-    """What a result waits for: the axes of the letters that it sums over. None if not all are known."""
+    """Axis -> reduction of result `index`, for the axes of the letters that it sums over; None if such a letter is unknown."""
     sums = rule.sums[index] if index < len(rule.sums) else {}
     owed: dict[str, str] = {}
     for letter, how in sums.items():
@@ -159,20 +159,20 @@ def _partial_of_sums(rule: Rule, index: int, letters: Mapping[str, Parts]) -> di
 
 
 def _summed_axes(owing: Sequence[Mapping[str, str] | None]) -> set[str]:
-    """Axes over which each rank makes a part of the sum that every result is."""
+    """Axes over which every result is a partial sum."""
     found = [{axis for axis, how in (owed or {}).items() if how == "sum"} for owed in owing]
     return set.intersection(*found) if found else set()
 
 
 def _addend_positions(deferrals: Sequence[Deferral], count: int) -> set[int]:
-    """Operands that stand beside a product, as a bias does: they are partial whichever of its factors is."""
+    """Operands added to a product, such as a bias: they must be partial whichever factor of the product is."""
     sums = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
     return set.intersection(*sums) if len(sums) > 1 else set()
 
 
 def _whole_addends(deferrals: Sequence[Deferral], given: Sequence[InferredSharding], axis: str) -> set[int]:
-    """Operands that every rank has all of beside tiles that `axis` splits, both going into one sum: what rows are added to, as index_put's
-    first. Each rank's part has them once."""
+    """Operands that `axis` does not split and that are summed with tiles that `axis` splits, such as index_put's first, to which rows are
+    added: each rank would add them once."""
     split = [spread.split_axes() for spread in given]
     sums = [deferral.positions for deferral in deferrals if deferral.reduction == "sum"]
     tiled = [positions for positions in sums if any(axis in (split[place] or ()) for place in positions)]
@@ -186,8 +186,8 @@ def _deferred_partial(
     given: Sequence[InferredSharding],
     owing: Sequence[Mapping[str, str] | None],
 ) -> dict[str, str] | None:
-    """What is still waited for because operands were partial. None if it is not known of one. `owing`: what each result is a sum of that
-    ranks make: what is added to each part must be a part, too."""
+    """Axis -> reduction that results take over from partial operands; None if unknown. Raises Wrong for a partial operand without a
+    deferral. `owing`: axis -> reduction of each result by the rule's sums; operands added to a partial sum must be partial too."""
     if any(spread.partial is None for spread in given):
         return None
     summed, added = _summed_axes(owing), _addend_positions(deferrals, len(given))
@@ -205,7 +205,7 @@ def _deferred_partial(
         fitting = [deferral for deferral in deferrals if deferral.reduction == how and set(deferral.positions) == places]
         summing = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
         if not fitting and None in owing and how == "sum" and (places <= added or any(places < part for part in summing)):
-            return None  # a rank may have one position of what the product sums over, and then no line says which axis splits it
+            return None  # a rank may have one position of the letter that the product sums over: no line declares its axes then
         if not fitting:
             told = " and ".join(dict.fromkeys(names[place] for place in sorted(places)))
             rest = [name for place, name in enumerate(names) if place not in places and name not in told]
@@ -219,7 +219,7 @@ def _deferred_partial(
 
 
 def _check_relations(rule: Rule, given: Sequence[InferredSharding], told: Sequence[InferredSharding]) -> None:
-    """Relations between dims: what is split lies in the same places on both sides."""
+    """Raises Wrong unless both sides of each relation between dims are split at the same positions."""
     for relation in rule.relations:
         inside = _side(rule.operands, given, relation.inside)
         outside = _side(rule.results, told, relation.outside)

@@ -1,9 +1,9 @@
-"""Sharding of each value of a stage: the declared one against the one that its operator infers from its operands.
+"""Sharding of each value of a stage, and tile of each random draw: the declared one against the one inferred from the operands.
 
-    mm: "f32[batch 8/dp, ffn 12]" = aten.mm(x, w)      w is [hidden 6, ffn 12/tp]: so is dim 1 of what mm makes of it
+    mm: "f32[batch 8/dp, ffn 12]" = aten.mm(x, w)      refused: w is [hidden 6, ffn 12/tp], so dim 1 of the product is [ffn 12/tp]
 
-Shapes have been checked (`stage.py`). A line that is wrong counts as what it is declared to be for those that read it. Without the rules of
-operators, which the passes have, only what moves between ranks is followed.
+Shapes have been checked (`stage.py`). Readers of a wrong line take its declared sharding, so that a fault is reported once. Without
+operator rules shardings are followed only through collectives, views and slices.
 """
 
 from __future__ import annotations
@@ -39,13 +39,23 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 aten = torch.ops.aten
+<<<<<<< HEAD
+||||||| 88319a43
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SAME = (torch.ops.meshc.check_index.default,)
+"""Operators without a rule, whose result is their operand."""
+=======
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SAME = (torch.ops.meshc.check_index.default,)
+"""Operators without a rule that return their operand."""
+>>>>>>> main
 
 
 def faults(
     stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it) for every line whose sharding is not what its operands' make. `handed` knows of values that stages
-    before this one make, and is told of this one's."""
+    """(value, message) for every line with another sharding than its operands give. `handed`: shardings of values of earlier stages, to
+    which those of this stage are added."""
     walk = _ShardingWalk(stage, sizes, rules, handed)
     for node in stage.graph.nodes:
         if node.op == "output":
@@ -65,7 +75,7 @@ class _ShardingWalk:
         self.places: dict[object, Place | None] = {}
         self.asked = RuleQueries(rules, sizes) if rules is not None else None
         self.calls: dict[object, tuple[InferredSharding, ...]] = {}
-        """What is known of a call's results where it stood before."""
+        """Call -> shardings of its results at the first line with that call."""
 
     def visit(self, node: Node) -> None:
         records = ir.records(node)
@@ -103,7 +113,7 @@ class _ShardingWalk:
                 self.handed.give(key, value, self._sharding(value))
 
     def _declared_shardings(self, node: Node) -> tuple[InferredSharding, ...]:
-        """What the line says, of several results what those say that take them apart; of a plain type that comes in, what is known."""
+        """Declared shardings: of several results by their `getitem` lines; of an input with a plain type the one from earlier stages."""
         if node.op == "placeholder" and self.handed is not None and ir.record(node).sharding is None:
             known = self.handed.of(self.keys[node], ir.record(node))
             return (known or InferredSharding.of(ir.record(node), self.sizes),)
@@ -143,7 +153,7 @@ class _ShardingWalk:
             return [replace(given, dims=dims, runs=given.axis_runs(), filled=given.filled and node.args[2:3] in ((), (0,)))]
         if target is aten.cat.default and ir.record(node).sharding is None:
             return [self._cat_sharding(node)]
-        if self.asked is None:  # nobody says what it makes of padding: its line is believed
+        if self.asked is None:  # without rules the declared padding is taken as true
             return [InferredSharding((None,) * len(spread.dims), padding=spread.padding) for spread in declared]
         found = self._infer_by_rule(node, declared)
         operands = {one: self._sharding(one) for one in ir.operands(node) if not ir.is_integer(one)}
@@ -151,7 +161,7 @@ class _ShardingWalk:
         return [replace(one, back=back) for one, back in zip(found, backs, strict=True)]
 
     def _slice_sharding(self, node: Node) -> InferredSharding:
-        """A slice of what lies as its operand does."""
+        """The sharding of a slice of a value, or of a bucket."""
         x = cast(Node, node.args[0])
         given, shape = self._sharding(x), ir.record(x).shape
         dim, start, length, step = _bounds(node, shape)
@@ -169,7 +179,7 @@ class _ShardingWalk:
         return replace(given, dims=dims, runs=of.axis_runs(), pieces=None, padding=of.padding, filled=of.filled, windows={})
 
     def _cat_sharding(self, node: Node) -> InferredSharding:
-        """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
+        """The sharding of a bucket, with the sharding of each value in it; `partial` and `runs` are unknown where the values differ."""
         given = [self._sharding(one) for one in ir.operands(node)]
         waiting = [one.partial for one in given]
         same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
@@ -222,7 +232,7 @@ class _ShardingWalk:
 
 
 def _check_whole(node: Node, names: Sequence[str], given: Sequence[InferredSharding]) -> None:
-    """Raises Wrong for a tile, or a part of a sum, that goes into one of torch's operators that has no rule."""
+    """Raises Wrong for a split or partial operand of an operator of torch that has no rule."""
     for name, spread in zip(names, given, strict=True):
         if spelling(node.target).startswith("aten.") and (spread.split_axes() or spread.partial):
             lies = ", ".join(sorted(spread.split_axes() or spread.partial or ()))
@@ -231,18 +241,18 @@ def _check_whole(node: Node, names: Sequence[str], given: Sequence[InferredShard
 
 
 def _call_key(node: Node) -> object:
-    """The same for lines that call one operator of the same values."""
+    """A key that calls of one operator with the same operands and arguments share."""
     return (node.target, repr(node.args), repr(node.kwargs)) if node.all_input_nodes else node
 
 
 def _rank_dependent_sharding(found: InferredSharding) -> InferredSharding:
-    """What stays of a result when a rank's place has gone into its numbers."""
+    """The sharding of a result that depends on the rank's coordinates: only split dims stay known."""
     dims = tuple(parts if parts is not None and any(part.axes for part in parts) else None for parts in found.dims)
     return InferredSharding(dims, found.partial or None, varies=True, padding=found.padding, filled=found.filled)
 
 
 def _merge_declared(found: InferredSharding, declared: InferredSharding) -> InferredSharding:
-    """What is known of a value behind its line: what the line says, and where it says nothing, what has been found."""
+    """The sharding of a value for its readers: the declared one with known padding, or the inferred one of a plain type."""
     if declared.partial is None:
         return found
     held = {axis: value for axis, value in found.padding.items() if axis in declared.padding and value is not None}
@@ -250,13 +260,13 @@ def _merge_declared(found: InferredSharding, declared: InferredSharding) -> Infe
 
 
 def _fill_unknown_dims(found: InferredSharding, declared: InferredSharding) -> InferredSharding:
-    """What is known of one of several results, whose lines are yet to come."""
+    """The inferred sharding of one of several results, with unknown dims and `partial` as declared."""
     dims = tuple(told if one is None else one for one, told in zip(found.dims, declared.dims, strict=True))
     return replace(found, dims=dims, partial=declared.partial if found.partial is None else found.partial)
 
 
 def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """(dim, start, length, step) of a slice of what has this shape; `stage.py` has asked its operator about the arguments."""
+    """(dim, start, length, step) of a slice of a value of local shape `shape`; `stage.py` has checked the arguments."""
     names = ("dim", "start", "end", "step")
     given = dict(zip(names, node.args[1:], strict=False)) | {name: node.kwargs[name] for name in names if name in node.kwargs}
     dim, start, end, step = (given.get(name) for name in names)
@@ -273,7 +283,7 @@ def _compare(found: InferredSharding, declared: InferredSharding, shape: Sequenc
         raise Wrong(f"its operator makes it {partial_text(found.partial)}, declared is {partial_text(declared.partial or {})}")
     moved = declared.has_all_dims and _cuts(found) != _cuts(declared) and _is_moved(found, declared, shape, sizes)
     for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
-        if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims
+        if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may be in either dim
             raise Wrong(f"its operator makes dim {dim} [{dim_text(one)}], declared is [{dim_text(told)}]")
     split, told_split = found.split_axes(), declared.split_axes()
     if split is not None and told_split is not None and split != told_split and not moved:
@@ -296,7 +306,7 @@ def _is_alike(one: InferredSharding, other: InferredSharding) -> bool:
 
 
 def _is_moved(found: InferredSharding, declared: InferredSharding, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    """Whether one is a view of the other in which tiles of one position stand in other dims; such a dim may be unknown."""
+    """Whether `found` and `declared` differ only in the dims that tiles of one position are in; such dims may be unknown."""
     unknown = [extent for parts, extent in zip(found.dims, shape, strict=True) if parts is None]
     if any(extent != 1 for extent in unknown):
         return False
@@ -312,20 +322,17 @@ def _dims_text(spread: InferredSharding) -> str:
     return ", ".join("?" if dim is None else dim_text(dim) for dim in spread.dims)
 
 
-# Random tiles: offsets of a draw against the sharding of the drawn value.
-#
-#     u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [tile_start, 0], f32)      rows from tile_start on, of 4 over dp
-#     y: "f32[batch 4/dp, width 8]" = aten.reshape(u, [2, 8])                            goes
-#     u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [0, 0], f32)               does not go: all ranks would draw the first rows
-#
-# Likewise what is cut into blocks of something whole, as coded states are.
-
-
 TILE = ("global_shape", "local_shape", "offsets")
+"""Arguments that give a tile of a random draw, or of a value cut into blocks (coded states)."""
 
 
 def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapping[str, int]) -> None:
-    """Raises Wrong for offsets of another tile than that which a rank has of what is drawn."""
+    """Raises Wrong for offsets of another tile than a rank has of the drawn value.
+
+    u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [tile_start, 0], f32)      rows from tile_start on, of 4 over dp
+    y: "f32[batch 4/dp, width 8]" = aten.reshape(u, [2, 8])                            accepted
+    u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [0, 0], f32)               refused: all ranks would draw the first rows
+    """
     if node.target in spmd.FUNCTIONS.values() or ir.is_getitem(node):
         return
     named = named_arguments(node)
@@ -334,7 +341,7 @@ def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapp
         return
     if not len(whole) == len(local) == len(offsets):
         raise Wrong(f"its {', '.join(TILE)} are not of one length")
-    round_ring = node.target in (*FORWARD, *BACKWARD)  # which rank's tile `rings.py` knows
+    round_ring = node.target in (*FORWARD, *BACKWARD)  # `rings.py` checks the owner of the tile
     split: list[tuple[str, ...]] = []
     for size, extent, offset in zip(whole, local, offsets, strict=True):
         place = places.get(offset)
@@ -353,7 +360,7 @@ def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapp
 
 
 def _drawn_sharding(node: Node, count: int) -> Iterator[Sharding]:
-    """How what is drawn lies: by its line, those that view it or take it out of several, or the operand that it is drawn for."""
+    """Declared shardings of the drawn value, of `count` elements on a rank: of its line, of its readers, of its operands."""
     for one in (node, *(user for user in node.users if user.op != "output"), *node.all_input_nodes):
         record = ir.records(one)[0]
         if record.sharding is not None and prod(record.shape) == count:
@@ -361,14 +368,14 @@ def _drawn_sharding(node: Node, count: int) -> Iterator[Sharding]:
 
 
 def _of_weights(named: Mapping[str, Any]) -> Iterator[Sharding]:
-    """How an attention's weights lie, where the types of its queries and keys say it."""
+    """The sharding of an attention's weights, if queries and keys have declared shardings."""
     queries, keys = (ir.record(named[name]).sharding for name in ("q", "k"))
     if queries is not None and keys is not None:
         yield Sharding((*queries.dims[:3], keys.dims[2]))
 
 
 def _of_ranks(runs: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Axes of what is split, without those whose ranks are moments."""
+    """`runs` without sequential axes (microbatches, chunks)."""
     return [found for run in runs if (found := tuple(axis for axis in run if axis not in spmd.SEQUENTIAL))]
 
 

@@ -3,12 +3,12 @@
     all_reduce(y: "f32[a 4, b 6/tp] partial(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
     all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
     shard(y: "f32[a 4, b 6]", 0, 2, coordinate_of_dp)                     gives f32[a 4/dp, b 6]
-    all_gather(y: "f32[a 8/dp/tp]", ["tp", "dp"], 0)                      does not go: tiles lie over dp, then tp
-    all_gather(y: "f32[a 4 * b 6/tp]", ["tp"], 0)                         does not go: a rank has its tile of b four times over
-    broadcast(y: "f32[a 4/dp]", ["dp"], 0)                                does not go: all ranks would have the first one's tile
+    all_gather(y: "f32[a 8/dp/tp]", ["tp", "dp"], 0)                      refused: tiles are split over dp, then tp
+    all_gather(y: "f32[a 4 * b 6/tp]", ["tp"], 0)                         refused: a rank has its tile of b four times
+    broadcast(y: "f32[a 4/dp]", ["dp"], 0)                                refused: all ranks would have the first rank's tile
     shard(y: "f32[a 4, b 6]", 0, 2, 1)                                    gives every rank the same rows: split over nothing
 
-Of axes between pipeline stages nothing is said: each stage has a graph and values of its own.
+Results of collectives between pipeline stages are unknown: each stage has a graph and values of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Axes = Sequence[str]
 
 @dataclass(frozen=True)
 class Place:
-    """An integer by which a rank knows its own place: its coordinate on an axis, or the first position (`starts`) or the number of real
-    positions of its tile of something of `size` positions that so many ranks (`counts`) of these axes split, `unit` times; or that of the
-    rank so many places `back`, round the ring of these axes."""
+    """An integer that depends on the rank: its coordinate on `axes`, or with `size` the first position (`starts`), or else the number of
+    real positions, of its tile of `size` positions in `counts` tiles over `axes`, times `unit`. `back`: the integer is that of the rank
+    so many places before, round the ring of `axes`."""
 
     axes: tuple[str, ...]
     starts: bool = True
@@ -54,17 +54,17 @@ class Place:
         return self.unit == 1 and not self.back
 
     def counts_tiles(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is the rank's number among those along the axes, major to minor."""
+        """Whether the integer is the rank's number along `axes`, major to minor."""
         counts = tuple(sizes[axis] for axis in self.axes)
         return self.starts and self.unit == 1 and (self.size is None or self.counts == counts and self.size == prod(counts))
 
 
 Places = Mapping[object, Place | None]
-"""What an integer says of a rank's place; None: not known."""
+"""Integer -> its `Place`; None: unknown."""
 
 
 def place_of(node: Node, places: Places, sizes: Mapping[str, int]) -> Place | None:
-    """What an integer says of a rank's place, by those that it is computed of; None where it is of a tile of a tile."""
+    """The `Place` of an integer, by the integers that it is computed from; None if unknown, as for a tile of a tile."""
     if node.target is spmd.coordinate:
         return Place((str(node.args[0]),))
     if node.target is spmd.ring_place:
@@ -92,7 +92,7 @@ def _place_back(node: Node, places: Places, sizes: Mapping[str, int]) -> Place |
 
 
 def positions(node: Node, places: Places, sizes: Mapping[str, int]) -> InferredSharding | None:
-    """How what counts up lies: from a number on that all ranks have, or from the start of a rank's tile; None of other lines."""
+    """The sharding of consecutive positions, from the same number on all ranks or from the start of a rank's tile; None for other lines."""
     if node.target in COUNTS_UP:
         (extent,) = record(node).shape
         return InferredSharding(((Part(UNNAMED, extent),) if extent != 1 else (),), {}, filled=True)
@@ -115,7 +115,7 @@ def _own_place(number: object, places: Places) -> Place | None:
 def infer_sharding(
     node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
 ) -> InferredSharding:
-    """How the result lies, for arguments that have been checked. What hangs on how tiles are padded is taken from `declared`."""
+    """The sharding of the result, for checked arguments. Dims that depend on the padding of tiles are taken from `declared`."""
     if spmd.joins_stages(node):
         return InferredSharding((None,) * len(given.dims))
     return _MOVES[node.target](node, given, declared, places, sizes)
@@ -139,7 +139,7 @@ def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSh
 
 
 def _padding_after_reduction(held: float | None, how: str) -> float | None:
-    """What all ranks' padding comes to that holds this."""
+    """The contents of padding after a reduction over ranks that all have `held` there; None: any contents."""
     return held if held == 0 or how != "sum" else None
 
 
@@ -176,13 +176,13 @@ def _all_to_all(
 
 
 def _map_pieces(found: InferredSharding, change: Callable[[InferredSharding], InferredSharding]) -> InferredSharding:
-    """A change of a value, or of all those that travel together in it."""
+    """`change` applied to a sharding, and to all pieces if the value is a bucket."""
     pieces = found.pieces and tuple((size, change(one)) for size, one in found.pieces)
     return replace(change(found), pieces=pieces)
 
 
 def _remove_axes(axes: Axes, does: str, one: InferredSharding) -> InferredSharding:
-    """What these axes split no more: the last of those that split one part of it, in their order."""
+    """`one` no longer split by `axes`, which must be the innermost axes of one part, in this order."""
     runs, gone = one.axis_runs(), tuple(axes)
     if runs is not None:
         run = next((run for run in runs if run[-len(gone) :] == gone), None)
@@ -196,7 +196,7 @@ def _remove_axes(axes: Axes, does: str, one: InferredSharding) -> InferredShardi
 
 
 def _add_axes(axes: Axes, one: InferredSharding) -> InferredSharding:
-    """What these axes split, too. What was put in so that they could is zero where it is known to be."""
+    """`one` also split by `axes`. Padding for these is zero if `one` is `filled`."""
     runs = one.axis_runs()
     padding = {**one.padding, **dict.fromkeys(axes, 0.0)} if one.filled else one.padding
     return replace(_without_dims(one), runs=None if runs is None else runs | {tuple(axes)}, padding=padding)
@@ -232,7 +232,7 @@ def _shard(
 def _same_rows(
     node: Node, given: InferredSharding, dim: int, tiles: int, index: int, piece: bool, sizes: Mapping[str, int]
 ) -> InferredSharding:
-    """The tile of this number, the same on all ranks: a cut."""
+    """Tile `index` on all ranks: a slice."""
     size = record(cast(Node, node.args[0])).shape[dim]
     length, parts = -(-size // tiles), given.dims[dim]
     whole = parts is not None and size % tiles == 0
@@ -245,7 +245,7 @@ def _keep_first(
 ) -> InferredSharding:
     padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
     if node.args[1] == 0:
-        return given  # on all ranks: it is whole, and no part
+        return given  # all ranks keep it: whole, not partial
     place = _own_place(node.args[1], places)
     if place is None or not place.counts_tiles(sizes):
         if declared is not None:
@@ -267,7 +267,7 @@ def _same(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
 
 
 def _broadcast(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    """What one rank has, on all of its group: of a value that ranks have tiles or parts of the rest would be lost."""
+    """One rank's value on its whole group. Raises Wrong for a value split or partial over the group: other ranks' tiles would be lost."""
     axes = cast(Axes, node.args[1])
     split, partial = (given.split_axes() or frozenset()) & set(axes), sorted(set(given.partial or ()) & set(axes))
     if split:
@@ -280,7 +280,7 @@ def _broadcast(node: Node, given: InferredSharding, *_: object) -> InferredShard
 def _mask(
     node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
 ) -> InferredSharding:
-    """What lies behind the real positions of a dim is put in the place of what it was."""
+    """The sharding with padding of one dim set to the mask's value."""
     dim, count, value = cast(tuple[int, object, float], node.args[1:])
     check_natural(given, dim, "counts positions")
     place = _own_place(count, places)
@@ -301,7 +301,7 @@ def _mask(
 
 
 def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
-    """Sizes of the parts that these axes split of what is viewed, by its type."""
+    """Sizes of the parts that `axes` split in the declared sharding of the value that `x` is a view of."""
     while x.target is aten.reshape.default and record(x).sharding is None:
         x = cast(Node, x.args[0])
     sharding = record(x).sharding
@@ -311,7 +311,7 @@ def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
 def _ring_shift(
     node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
 ) -> InferredSharding:
-    """Another rank's tile: no sharding says which."""
+    """Another rank's tile, which no declared sharding can express."""
     axes, steps = cast(tuple[Axes, int], node.args[1:])
     ring = tuple(axes)
     if declared is not None:
@@ -339,7 +339,7 @@ def _halo(node: Node, given: InferredSharding, declared: InferredSharding | None
 
 
 def _gather_rows(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    """Each rank has what it is sent: what splits the new dim is not known."""
+    """Each rank has the rows sent to it: the axes of the new dim are unknown."""
     return InferredSharding((None, *given.dims[:-2], None, given.dims[-1]))
 
 
@@ -369,13 +369,13 @@ _MOVES: Final[Mapping[object, Callable[..., InferredSharding]]] = {
 
 
 Checked = Callable[[Parts | None], Parts | None]
-"""What a dim is behind a line, of what is declared; None where nothing says it. Raises Wrong."""
+"""Declared parts of a dim -> its parts after a line, None if unknown. Raises Wrong."""
 
 
 def _with_dim(
     made: InferredSharding, given: InferredSharding, dim: int, after: Checked | None, declared: InferredSharding | None
 ) -> InferredSharding:
-    """`made` with the dims of `given`, but for one: what is declared, if that is what is expected."""
+    """`made` with the dims of `given`, except `dim`: as declared, checked by `after`."""
     found = declared.dims[dim] if declared is not None else None
     if after is not None:
         found = after(found)
@@ -390,7 +390,7 @@ def _check_split(given: InferredSharding, axes: Axes, does: str) -> None:
 
 
 def _expect_gathered_dim(given: InferredSharding, dim: int, axes: Axes, does: str, sizes: Mapping[str, int]) -> Checked | None:
-    """That the dim lies as the operand's without these axes: tiles of its major part, over these axes last and in this order."""
+    """A check that `dim` is sharded as in `given` without `axes`, which must be the innermost axes of its major part, in this order."""
     before = given.dims[dim]
     if before is None:
         return None
@@ -412,7 +412,7 @@ def _expect_gathered_dim(given: InferredSharding, dim: int, axes: Axes, does: st
 
 
 def _expect_split_dim(given: InferredSharding, dim: int, axes: Axes, sizes: Mapping[str, int]) -> Checked | None:
-    """That the dim lies as the operand's with these axes too, behind those that split its major part already."""
+    """A check that `dim` is sharded as in `given` with `axes` added as the innermost axes of its major part."""
     before = given.dims[dim]
     if before is None:
         return None
@@ -431,7 +431,7 @@ def _expect_split_dim(given: InferredSharding, dim: int, axes: Axes, sizes: Mapp
 
 
 def _expect_microbatch_dim(given: InferredSharding, dim: int, axes: Axes, tiles: int, sizes: Mapping[str, int]) -> Checked | None:
-    """Likewise rows of a microbatch, in a step that is the mean of its microbatches: its sizes are one microbatch's."""
+    """A check that `dim` has the rows of one microbatch, in a step that is the mean of its microbatches, with sizes of one microbatch."""
     before = given.dims[dim]
     if before is None:
         return None
@@ -441,7 +441,7 @@ def _expect_microbatch_dim(given: InferredSharding, dim: int, axes: Axes, tiles:
 
 
 def _match_dim(ways: Sequence[Parts], told: str, unlike: bool, declared: Parts | None) -> Parts | None:
-    """The dim that is declared, if it is one of these; where none is, the only one. `unlike`: what the line makes is none of them yet."""
+    """The declared parts, which must be among `ways`; without these the only one of `ways`. `unlike`: the result is padded otherwise."""
     if declared is None:
         return ways[0] if len(ways) == 1 and not unlike else None
     if not any(_comparable_parts(way) == _comparable_parts(declared) for way in ways):

@@ -20,7 +20,7 @@ from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.window import tile_length
 
 INTEGER: Final = 0
-"""Stands for an integer that a rank computes of its place: no type depends on which it is."""
+"""Stands for an integer that depends on the rank: no type depends on its value."""
 
 
 def infer_result(target: Target, args: Sequence[object], kwargs: Mapping[str, object], sizes: Mapping[str, int]) -> Tensor | int:
@@ -45,7 +45,7 @@ def infer_result(target: Target, args: Sequence[object], kwargs: Mapping[str, ob
 
 
 def _copy_result(target: Function, args: Sequence[object]) -> Tensor:
-    """Of what lies where the types tell (`host_values.py`)."""
+    """The result of a copy between host and device; `host_values.py` checks where its operands are stored."""
     x, *place = _check_count(target, args, 2 if len(args) == 2 else 1)
     if not isinstance(x, Tensor) or not all(isinstance(one, Tensor) for one in place):
         raise Wrong(f"{target.__name__} takes a tensor, not {[x, *place]!r:.80}")
@@ -68,7 +68,7 @@ def _integer(value: object, what: str, low: int = -MOST_EXTENT, high: int = MOST
 
 
 def _group(axes: object, sizes: Mapping[str, int]) -> int:
-    """How many ranks take part in a collective over these axes."""
+    """Number of ranks in a collective over `axes`."""
     return prod(_counts(axes, sizes))
 
 
@@ -135,7 +135,7 @@ def _order(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> No
 
 
 def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
-    """`held`: which of the window's numbers the operand's dim must have; None: a tile."""
+    """`held`: index of the window's number that the operand's dim must have; None: the dim must have a tile."""
     counts, place = _counts(axes, sizes), _dim(x, dim)
     extent = _integer(size, "the size of the dim", 0)
     if not isinstance(window, list | tuple) or len(window) != 4:
@@ -158,7 +158,7 @@ def _halo_sum(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, si
 
 
 def _rows(choice: object, each: object, share: object, rows: Sequence[int]) -> None:
-    """Where so many rows go."""
+    """Raises Wrong for arguments that do not choose ranks for `rows` rows."""
     if not isinstance(choice, Tensor) or choice.dim() != len(rows) + 1 or choice.dtype not in (torch.int64, torch.int32):
         raise Wrong(f"choices are integers of rows by how many each has, not {choice!r:.80}")
     if tuple(choice.shape[:-1]) != tuple(rows):

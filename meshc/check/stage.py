@@ -1,8 +1,8 @@
 """Type of each value of a stage: the declared one against the one that its operator returns.
 
-    mm: "f32[batch 8/dp, ffn 12/tp]" = aten.mm(x, w)      x [4, 6] and w [6, 3] on a rank give [4, 3]: so must the tile of the type
+    mm: "f32[batch 8/dp, ffn 12/tp]" = aten.mm(x, w)      x [4, 6] and w [6, 3] on a rank give [4, 3], as the tile of the type must be
 
-A line that is wrong counts as what it is declared to be for those that read it, so that each fault is told once.
+Readers of a wrong line take its declared type, so that each fault is reported once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshc.text.printer import print_type
 
 aten = torch.ops.aten
 Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
-"""What stands for a value: a meta tensor, an integer, several of them; None where a line was wrong before it was declared anything."""
+"""A value without data: a meta tensor, an integer, several of them; None for a line without a valid type."""
 
 PLACES: Final = ("start", "first", "real", "queries_of", "keys_of", "offsets", "place", "count")
-"""Arguments of meshc's own operators that say where a rank's tile begins, or how much of it there is: no shape depends on them."""
+"""Arguments of meshc's own operators that give the start or the length of a rank's tile: no shape depends on these."""
 
 
 def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it) for every line that is wrong. `sizes`: of all axes."""
+    """(value, message) for every wrong line. `sizes`: of all axes."""
     keys = iter(stage.inputs)
     values: dict[Node, Value] = {}
     roots: dict[Node, frozenset[str]] = {}
@@ -58,7 +58,7 @@ def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _declared_value(node: Node, sizes: Mapping[str, int]) -> Value:
-    """Values without numbers in them, as declared."""
+    """The declared type as values without data."""
     if not ir.has_record(node):
         raise Wrong('it has no type; a line is NAME: "TYPE" = OPERATOR(ARGUMENTS)')
     records = ir.records(node)
@@ -75,7 +75,7 @@ def _empty(record: Record) -> Tensor | int:
 
 
 def _computed_value(node: Node, values: Mapping[Node, Value], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Value:
-    """What the node's operator gives, which is what is declared, or Wrong is raised."""
+    """The result of the node's operator. Raises Wrong if another type is declared."""
     args = map_arg(node.args, lambda operand: values[operand])
     kwargs = map_arg(node.kwargs, lambda operand: values[operand])
     declared = node.meta[ir.KEY]
@@ -121,7 +121,7 @@ def _value_text(found: Value) -> str:
 
 
 def _check_places(node: Node, values: Mapping[Node, Value]) -> None:
-    """A number that is another on each rank decides no shape: it goes into arithmetic by element, or says where a tile begins."""
+    """Raises Wrong for an integer that depends on the rank and may determine a shape: only pointwise operators and `PLACES` take one."""
     target = cast(OpOverload, node.target)
     if not any(type(values.get(operand)) is int for operand in node.all_input_nodes) or torch.Tag.pointwise in target.tags:
         return
@@ -134,24 +134,24 @@ def _check_places(node: Node, values: Mapping[Node, Value]) -> None:
 
 
 def _roots(node: Node, roots: Mapping[Node, frozenset[str]]) -> frozenset[str]:
-    """Keys of the parameters of the stage in whose memory a value may lie: views lie in that of what they view."""
+    """Keys of the stage's inputs that a value may share memory with, as a view of them."""
     if node.op != "call_function" or not may_view(node.target):
         return frozenset()
     return frozenset(key for operand in node.all_input_nodes for key in roots[operand])
 
 
 def may_view(target: Target) -> bool:
-    """Whether an operator's result may lie in the memory of its operands."""
+    """Whether an operator's result may share memory with its operands."""
     if spmd.is_host_copy(target):
         return False
     if target in FUNCTIONS.values():
-        return True  # a tile that is whole, a mask that covers nothing, a group of one rank
+        return True  # a single tile, a mask of no padding, a group of one rank
     schema = cast(OpOverload, target)._schema
     return target in RESHAPES or any(argument.alias_info is not None for argument in schema.arguments)
 
 
 def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
-    """An operator that writes does so into what the program keeps, or into what it has made, each once."""
+    """Raises Wrong for writes by operators other than `WRITERS`, into inputs that the program does not own, or twice into one value."""
     schema = node.target._schema  # type: ignore[union-attr]
     if not schema.is_mutable:
         return

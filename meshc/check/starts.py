@@ -1,10 +1,10 @@
-"""Collectives started while microbatches run: the stages that may be started, and the positions of their starts.
+"""Faults of collectives that start while microbatches run: stages that cannot be started, and starts at wrong positions.
 
-    start(stage="start_r", microbatch=3, keys=("sum:g",), during="each")     sum:g is whole within each of microbatch 3; start_r reads it
-    run(stage="after")                                                       reads early:r, which is on its way
+    start(stage="start_r", microbatch=3, keys=("sum:g",), during="each")     start_r reads sum:g, complete within each of microbatch 3
+    run(stage="after")                                                       reads early:r, the collective's result
 
-A started stage waits for nothing and changes nothing: it is one collective of whole sums, with what prepares it. All ranks of its group run
-one list, so they start the same things in the same order; a collective between pipeline stages, whose lists differ, starts in none.
+A started stage is one collective of complete sums, with the operators that prepare it, and overwrites nothing. All ranks of a group run one
+list, and so start collectives in the same order; pipeline stages run different lists, and no collective between them may be started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
 
 
 def faults_of_stages(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
-    """(stage, value, what is wrong) for every line of a started stage that may not stand there, and for what is on its way elsewhere."""
+    """(stage, value, message) for every line that a started stage may not have, and for every `early` key that another stage returns."""
     started, run = (
         {step.stage for coordinates in ranks_of(program) for step in steps_of(program, coordinates) if step.op == op} for op in RUNS[::-1]
     )
@@ -71,7 +71,7 @@ def _why_not(node: Node, keys: Mapping[Node, str], collectives: Sequence[Node]) 
 
 
 def faults_of_lists(program: PlainProgram) -> Iterator[str]:
-    """What is wrong with where things start, in words."""
+    """A message for every start at a wrong position in the list of a rank."""
     for coordinates in ranks_of(program):
         rank = "".join(f"rank {place} of {axis}: " for axis, place in coordinates.items())
         yield from (rank + why for why in _faults_of_positions(steps_of(program, coordinates), program.stages))
@@ -81,8 +81,8 @@ def _faults_of_positions(steps: Sequence[Instruction], stages: Mapping[str, Stag
     come = {key: step.peer for step in steps if step.op == "recv" for key in step.keys}
     last_added = {step.into: position for position, step in enumerate(steps) if step.op in BEHIND_A_RUN}
     began: set[str] = set()
-    run: Instruction | None = None  # behind which this stands, and nothing but what it adds and starts
-    grown: set[str] = set()  # by that run
+    run: Instruction | None = None  # the last run, if only its additions and starts are between it and `step`
+    grown: set[str] = set()  # sums that this run has added to
     for position, step in enumerate(steps):
         if step.op in ("send", "recv") and (early := next((key for key in step.keys if is_a(key, "early")), None)):
             yield f"{early} is on its way and goes to no other rank"

@@ -1,13 +1,13 @@
-"""Reads and writes by an index into a rank's tile of the rows: local places in range, rows of other ranks masked.
+"""Faults of reads and writes by index in a rank's tile of the rows: places outside the tile, unmasked rows of other ranks.
 
-    s: "i64[4]" = aten.sub.Tensor(i, tile_start)                        how far behind the tile's first row each index points
-    m: "b8[4]" = aten.logical_and(ge, lt)                               whether into the tile: s >= 0, and s < tile_count
-    p: "i64[4]" = aten.mul.Tensor(s, m)                                 its place in the tile; 0 for a row of another rank
+    s: "i64[4]" = aten.sub.Tensor(i, tile_start)                        offset of each index from the tile's first row
+    m: "b8[4]" = aten.logical_and(ge, lt)                               whether the index is in the tile: s >= 0 and s < tile_count
+    p: "i64[4]" = aten.mul.Tensor(s, m)                                 place in the tile; 0 for a row of another rank
     r: "f32[4, h 8]" = aten.embedding(w, p)                             w is [vocab 256/tp, h 8]
     y: "f32[4, h 8] partial(sum: tp)" = aten.where.ScalarOther(m, r, 0.0)
 
-Refused: a start, a count or a mask of another tile than that of the rows; rows of other ranks that are not masked; an index that is no
-place in the tile where its types say that the rows are split. An operator that is told where its tile starts is told of the one it has.
+Refused: a start, a count or a mask of another tile than that of the rows; unmasked rows of other ranks; an index that is no place in the
+tile, where types declare the rows split; an argument that gives another start than that of the operator's tile.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ RESHAPES: Final = (
 READS: Final[Mapping[object, int]] = {
     aten.embedding.default: 1, aten.gather.default: 2, aten.index_select.default: 2, meshc.copies_of.default: 1,
 }  # fmt: skip
-"""Readers of rows of their first operand -> which argument is the index; the dim is the argument between, or 0."""
+"""Readers of rows of their first operand -> position of the index; the dim is the argument between the two, or 0."""
 ADDS: Final[Mapping[object, int]] = {aten.embedding_dense_backward.default: 1, meshc.added_copies.default: 1}
-"""What adds rows of its first operand to those of its result that an index says."""
+"""Operators that add rows of their first operand to the rows of the result that an index selects -> position of the index."""
 WRITES: Final = (
     aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_add.default,
     aten.scatter_reduce.two, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor,
     aten.index_reduce.default,
 )  # fmt: skip
-"""Likewise what writes into its first operand along a dim by an index: (x, dim, index, ..)."""
+"""Operators that write into their first operand by an index along a dim: (x, dim, index, ..)."""
 BY_START: Final[Mapping[object, tuple[int, int | None, int]]] = {
     meshc.take.default: (3, 0, -1), meshc.take_backward.default: (4, None, -1), meshc.one_hot.default: (2, None, -1),
     meshc.group_choices.default: (4, None, 0),
 }  # fmt: skip
-"""What is told where its tile starts -> (which argument says it, the argument that has the tile, or None for the result, its dim)."""
+"""Operators with an argument for the start of a tile -> (its position, position of the tile's operand or None for the result, dim)."""
 SKIPS_OTHERS: Final = (meshc.copies_of.default, meshc.added_copies.default)
-"""What passes over places that are no row of the tile."""
+"""Operators that skip places outside the tile."""
 
 
 @dataclass(frozen=True)
 class RankTile:
-    """A rank's tile of something of `size` positions that so many ranks of these axes split, each position being `unit` rows."""
+    """A rank's tile of `size` positions in `counts` tiles over `axes`, each position being `unit` rows."""
 
     axes: tuple[str, ...]
     size: int
@@ -71,14 +71,14 @@ class RankTile:
 
     @staticmethod
     def of(place: Place | None) -> RankTile | None:
-        """The rank's own, of a number that says where it starts or how many positions it has."""
+        """The rank's own tile, by an integer that is its start or its number of positions; else None."""
         if place is None or place.size is None or place.back:
             return None
         return RankTile(place.axes, place.size, place.counts, place.unit)
 
     @property
     def rows(self) -> int:
-        """Of a rank, padding included."""
+        """Number of rows on a rank, padding included."""
         return tile_length(self.size, self.counts) * self.unit
 
     def __str__(self) -> str:
@@ -87,17 +87,17 @@ class RankTile:
 
 @dataclass(frozen=True)
 class Index:
-    """What is known of integers, truths or rows: of which index they are made, and how.
+    """Integers, booleans or rows computed from the index `of`.
 
-    index      an index of whole values; `tile`: cut off behind that tile
-    negative   whether it counts from the end;  raised  it, plus `other`;  from_end  the one or the other
-    shifted    where it points, from the tile's start on
-    behind, before, inside   whether it points behind the tile's start, before its end, into it
-    place      its place in the tile, `other` for rows of other ranks
-    rows       the tile's rows by it, any row for those of other ranks, which a mask of the shape `other` says
-    masked     anything, with 0 for rows of other ranks by such a mask
-    longer     what was written by it into a tile and the row behind it
-    unknown    anything else that is computed of an index
+    index      a global index; with `tile`: replaced by `other` past the end of that tile
+    negative   index < 0;  raised  index + `other`;  from_end  raised where negative, else the index
+    shifted    offset of the index from the tile's start
+    behind, before, inside   offset >= 0, offset < number of positions in the tile, both
+    place      place in the tile, `other` for rows of other ranks
+    rows       rows of the tile at such places, arbitrary for other ranks, to be masked by a mask of shape `other`
+    masked     any values, with 0 for rows of other ranks by a mask of shape `other`
+    longer     a tile and one row after it, written by such places along dim `other`
+    unknown    anything else computed from an index
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Index:
 
 
 class TileIndices:
-    """What is known of the lines of a program's stages, one after the other."""
+    """Indices in the lines of a program, stage by stage."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
@@ -116,14 +116,14 @@ class TileIndices:
         self._handed: dict[str, Index] = {}
 
     def enter(self, keys: Mapping[Node, str]) -> None:
-        """A stage, which is given these."""
+        """Begins a stage with inputs under `keys`, as earlier stages returned them."""
         self.found.update({node: self._handed[key] for node, key in keys.items() if key in self._handed})
 
     def leave(self, results: Mapping[str, object]) -> None:
         self._handed.update({key: self.found[node] for key, node in results.items() if isinstance(node, Node) and node in self.found})
 
     def visit(self, node: Node) -> None:
-        """Raises Wrong for a line that reads, writes or keeps rows of other ranks for those of its own."""
+        """Records a line. Raises Wrong if it takes rows of other ranks for rows of its own tile."""
         if node.target in spmd.INTEGERS.values():
             self._places[node] = place_of(node, self._places, self.sizes)
         if node.op != "call_function" or ir.is_integer(node):
@@ -132,7 +132,7 @@ class TileIndices:
         if node.target in BY_START:
             self._check_start(node)
         made = _MAKES.get(node.target)
-        typed = ir.records(node)[0].sharding is not None  # of whole values, whatever it is computed of
+        typed = ir.records(node)[0].sharding is not None  # a global index, whatever it is computed from
         found = made(self, arguments(node)) if made is not None and not typed else None
         if node.target in READS:
             found = self._rows_of_read(node)
@@ -145,12 +145,12 @@ class TileIndices:
             self.found[node] = found
 
     def origin(self, node: Node) -> Node | None:
-        """The index of which a line's integers are made, if they are places of its rows in a tile, or on the way to them."""
+        """The index that a line's integers are computed from, if they are places in a tile or a step towards such places."""
         found = self.found.get(node)
         return found.of if found is not None and found.kind in ("index", "from_end", "shifted", "place") and found.of is not node else None
 
     def whole_rows(self, index: Node) -> int | None:
-        """Of how many rows it is a place in a rank's tile; None of what is no such place."""
+        """Global number of rows, if `index` is a place in a rank's tile of them; else None."""
         tile = self._tile(index)
         return tile.size * tile.unit if tile is not None else None
 
@@ -158,10 +158,10 @@ class TileIndices:
         found = self.found.get(index)
         return found.tile if found is not None and found.kind == "place" else None
 
-    # ------------------------------------------------------------------------------------------------ what lines make
+    # ------------------------------------------------------------------------------------------------ results of lines
 
     def _index(self, x: object) -> Index | None:
-        """What is known of an operand; integers whose type says how they lie are an index of whole values."""
+        """What is known of an operand; integers with a declared sharding are a global index."""
         if not isinstance(x, Node) or ir.is_integer(x):
             return None
         record = ir.records(x)[0]
@@ -169,7 +169,7 @@ class TileIndices:
         return self.found.get(x) or (Index("index", x) if whole else None)
 
     def _unknown_index(self, node: Node) -> Index | None:
-        """Of what nothing more is known than that it is computed of an index."""
+        """The operand of a reshape; `unknown` for integers that a pointwise operator computes from an index; else None."""
         if isinstance(node.meta[ir.KEY], tuple) or ir.record(node).sharding is not None:
             return None
         operands = [found for one in ir.operands(node) if (found := self._index(one)) is not None]
@@ -218,7 +218,7 @@ class TileIndices:
         return replace(one, kind="place", other=0)
 
     def _where_number(self, args: Arguments) -> Index | None:
-        """where(mask, x, a number)."""
+        """where(mask, x, number)."""
         mask, x, other = self._index(args[0]), self._index(args[1]), args[2]
         if mask is None or mask.kind not in ("inside", "before"):
             return None
@@ -230,16 +230,16 @@ class TileIndices:
         return replace(mask, kind="masked", other=_shape(cast(Node, args[0]))) if other == 0 else None
 
     def _where_index(self, args: Arguments) -> Index | None:
-        """where(it is negative, it from the end, it)."""
+        """where(index < 0, index + rows, index)."""
         found = [self._index(x) for x in args[:3]]
         if [one and one.kind for one in found] != ["negative", "raised", "index"] or len({one.of for one in found if one}) > 1:
             return None
         return replace(cast(Index, found[1]), kind="from_end")
 
-    # ------------------------------------------------------------------------------------------------ who reads and writes
+    # ------------------------------------------------------------------------------------------------ readers and writers
 
     def _check_rows(self, node: Node) -> None:
-        """Raises Wrong for what takes rows of a tile by an index without masking those of other ranks."""
+        """Raises Wrong for a line that reads unmasked rows of other ranks, or the row after a tile."""
         for one in ir.operands(node):
             found = self.found.get(one)
             reshapes = node.target in RESHAPES and ir.record(node).sharding is None
@@ -258,7 +258,8 @@ class TileIndices:
                 raise Wrong(f"{told}, and {args[0]} does not say where that is")
 
     def _check_place(self, index: Node, who: str, parts: Parts | None, other: object) -> Index | None:
-        """Raises Wrong for an index that is no place in a rank's tile of `parts`, with `other` for rows of other ranks."""
+        """What is known of `index`, if it is a place. Raises Wrong unless it is a place in a rank's tile of `parts`, with `other` for rows
+        of other ranks."""
         found = self._index(index)
         if parts is None or found is None:
             return found if found is not None and found.kind == "place" and found.other == other else None
@@ -276,7 +277,7 @@ class TileIndices:
         return found
 
     def _tile_of_dim(self, parts: Parts) -> RankTile | None:
-        """A rank's tile of a dim; None if all ranks have all of it."""
+        """A rank's tile of a dim; None if no axis splits the dim."""
         rows = [part for part in parts if part.size != 1 or part.axes]
         if not any(part.axes for part in rows):
             return None
@@ -306,7 +307,7 @@ class TileIndices:
             raise Wrong(f"it adds what {grad} has for rows of other ranks to the first of its own: mask {grad}")
 
     def _rows_of_write(self, node: Node) -> Index | None:
-        """Into a tile and a row behind it."""
+        """The result of a write into a tile and one row after it, which collects the writes to rows of other ranks."""
         x, _, index = (cast(Node, one) for one in arguments(node)[:3])
         shape, tile, dim = ir.record(x).shape, self._tile(index), dim_of(node)
         inner = ir.operands(x)[0] if ir.record(x).sharding is None and x.target is aten.cat.default else x
@@ -317,7 +318,7 @@ class TileIndices:
         return Index("longer", self.found[index].of, tile, dim)
 
     def _check_start(self, node: Node) -> None:
-        """Raises Wrong where the start that an operator is told is not that of the tile that it has."""
+        """Raises Wrong if the argument for the start is not the start of the operator's tile."""
         at, argument, dim = BY_START[node.target]
         args = arguments(node)
         x, start = node if argument is None else cast(Node, args[argument]), args[at]
@@ -351,12 +352,12 @@ _MAKES: Final[Mapping[object, Callable[[TileIndices, Arguments], Index | None]]]
 
 
 def arguments(node: Node) -> Arguments:
-    """In the order of the operator's schema."""
+    """All arguments of a call, in the order of the operator's schema."""
     return list(named_arguments(node).values())
 
 
 def dim_of(node: Node) -> int:
-    """The dim along which a reader or writer goes by its index."""
+    """The dim along which the index of a reader or writer selects."""
     x, dim, *_ = arguments(node)
     by_rows = READS.get(node.target) == 1 or node.target in ADDS
     return 0 if by_rows else cast(int, dim) % max(len(_shape(x)), 1)
@@ -367,7 +368,7 @@ def _shape(x: object) -> tuple[int, ...]:
 
 
 def _shape_of_mask(node: Node, index: Node, dim: int) -> tuple[int, ...]:
-    """Of the mask of what is read by an index."""
+    """Shape of the mask for what `node` reads by `index`."""
     if node.target is aten.gather.default:
         return _shape(index)
     if node.target is aten.embedding.default:
@@ -376,7 +377,7 @@ def _shape_of_mask(node: Node, index: Node, dim: int) -> tuple[int, ...]:
 
 
 def _parts(x: Node, dim: int) -> Parts | None:
-    """How a dim lies, by the value's type; of the first of several, by the line that takes it out."""
+    """Declared parts of a dim of `x`, or of its first result by that result's `getitem` line; None for a plain type."""
     several = isinstance(x.meta[ir.KEY], tuple)
     lines = [user for user in x.users if ir.is_getitem(user) and user.args[1] == 0] if several else [x]
     return next((sharding.dims[dim] for one in lines if (sharding := ir.record(one).sharding) is not None), None)

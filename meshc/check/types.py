@@ -1,6 +1,6 @@
 """Bounds of declared types: extents, bytes, dims, and shardings that fit the axes and the local shape.
 
-Bounds are far above what a program holds and far below where the arithmetic of 64 bits ends: a kernel that multiplies extents never wraps.
+Bounds are far above the sizes of programs and far below 64 bits: a kernel's products of extents never overflow.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from meshc.ir import Record
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 
 MOST_BYTES: Final = 1 << 46
-"""Of one value on one rank."""
+"""Most bytes of one value on one rank."""
 MOST_EXTENT: Final = 1 << 46
 MOST_DIMS: Final = 32
 
 
 class Wrong(Exception):
-    """What is wrong with one value; who knows its line makes an ArtifactError of it."""
+    """A fault of one value; callers that know its line report it in an ArtifactError."""
 
 
 def check_type(record: Record, sizes: Mapping[str, int]) -> None:

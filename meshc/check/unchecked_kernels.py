@@ -1,4 +1,4 @@
-"""Faults of operands of operators whose kernels trust them: the first of their preconditions (`meshc/rules`) that fails."""
+"""Faults of operands that a kernel does not check: the first of the operator's preconditions (`meshc/rules`) that fails."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshc.private import OpOverload
 if TYPE_CHECKING:
     from meshc.rules import families
 else:
-    families = LazyModule("meshc.rules.families")  # the records of all operators, which a rank that reads no text does without
+    families = LazyModule("meshc.rules.families")  # records of all operators; a rank that reads no text never loads them
 
 
 def fault(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """What is wrong with the operands of a call, meta tensors or real ones, in words."""
+    """The message of the first precondition that fails for the operands of a call, meta tensors or real ones; None if all hold."""
     preconditions = families.operator_of(target).preconditions
     if not preconditions:
         return None

@@ -1,9 +1,9 @@
-"""Readers of values whose used rows alone are stored (`meshc/ir/used_rows_dims.py`): operators that treat each row by itself.
+"""Faults of readers of values with used rows alone (`meshc/ir/used_rows_dims.py`): a reader must treat each row by itself.
 
-h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
-y: "f32[1, 8, 4]" = aten.silu(h)                  refused: there are fewer than 8 rows
-s: "f32[4]" = aten.sum.dim_IntList(h, [0, 1])     likewise: what it makes of rows is not a row of each
-z: "f32[1, 8, 4] used(1)" = all_reduce(h, ["tp"], "sum")          likewise
+    h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
+    y: "f32[1, 8, 4]" = aten.silu(h)                                refused: there are fewer than 8 rows
+    s: "f32[4]" = aten.sum.dim_IntList(h, [0, 1])                   refused: a sum over rows
+    z: "f32[1, 8, 4] used(1)" = all_reduce(h, ["tp"], "sum")        refused: a collective
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 MAY: Final[tuple[Kind, ...]] = ("flow", "saved")
-"""Kinds of keys under which such a value may go from a stage to another of its rank."""
+"""Kinds of keys under which a value of used rows may pass from stage to stage of one rank."""
 
 
 def faults(stage: Stage, sent: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it); `sent`: keys of what goes to other ranks. The stage's lines are sound in themselves."""
+    """(value, message) for every fault; `sent`: keys of values sent to other ranks. Assumes lines with correct types."""
     keys = stage.keys()
     for node in stage.graph.nodes:
         if node.op == "call_function" and (why := used_rows_dims.fault(node)):

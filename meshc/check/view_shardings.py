@@ -2,7 +2,7 @@
 
     reshape [batch 4/dp, seq 8, heads 4/tp * head 4] to [2 * 8, 8]      gives [batch 4/dp * seq 8, heads 4/tp * head 4]
     slice   [qkv 3 * heads 4/tp * head 4] from 8 to 16                  gives [heads 4/tp * head 4]: the second of three tiles
-    slice   [qkv 3 * heads 4/tp * head 4] from 4 to 12                  cuts through what tp splits
+    slice   [qkv 3 * heads 4/tp * head 4] from 4 to 12                  refused: cuts tiles of heads
     slice   [ffn 72/tp * two 2] from 1 in steps of 2                    gives [ffn 72/tp]: the second of each two
 """
 
@@ -20,7 +20,7 @@ from meshc.ir.sharding import Part, local_size
 
 
 def view_sharding(given: InferredSharding, shape: Sequence[int], sizes: Mapping[str, int]) -> InferredSharding:
-    """A view of what is known, in another local shape."""
+    """The sharding of a view of local shape `shape`; dims are unknown where sizes do not determine their parts."""
     joined = given.pieces is not None and max(shape, default=0) == sum(size for size, _ in given.pieces)
     unknown = replace(given, dims=(None,) * len(shape), runs=given.axis_runs(), pieces=given.pieces if joined else None)
     if not given.has_all_dims or any(part.size == 0 for part in flat(given)):
@@ -50,7 +50,7 @@ def view_sharding(given: InferredSharding, shape: Sequence[int], sizes: Mapping[
 
 
 def check_view(given: InferredSharding, declared: InferredSharding) -> None:
-    """Raises Wrong unless the elements of a tile are the same, in the same order, as both types have it."""
+    """Raises Wrong unless `given` and `declared` have the same elements in a tile, in the same order."""
     if not given.has_all_dims or not declared.has_all_dims or any(part.size == 0 for part in (*flat(given), *flat(declared))):
         return
     one, other = run_of(flat(given)), run_of(flat(declared))
@@ -67,8 +67,9 @@ def _dims(spread: InferredSharding) -> str:
 
 
 def _aligned_dims(one: Sequence[Parts | None], other: Sequence[Parts | None]) -> Iterator[tuple[list[Part], list[Part]]]:
-    """Runs of dims that hold the same elements, of which one side's cuts go into the other's: 12, 25 and 3, 4, 25 do, 12, 25 and 5, 2, 6, 5
-    do not, and then no part of one is a part of the other, though both may end in 5. Parts cut as dims do: 3 * 7 * 7 and 7, 3, 7 do not."""
+    """Parts of dims of `one` and `other` that hold the same elements and have nested cuts: each offset divides the next. Dims 12, 25 and
+    3, 4, 25 are nested; 12, 25 and 5, 2, 6, 5 are not, and then no part of one side is a part of the other. Parts cut as dims do:
+    3 * 7 * 7 and 7, 3, 7 are not nested."""
     ends = [[*accumulate((prod(part.size for part in dim or ()) for dim in side), mul)] for side in (one, other)]
     inner = {end for side in (one, other) for end in accumulate((part.size for dim in side for part in dim or ()), mul)}
     shared = sorted({1, *ends[0]} & {1, *ends[1]})
@@ -80,7 +81,7 @@ def _aligned_dims(one: Sequence[Parts | None], other: Sequence[Parts | None]) ->
 
 
 def _parts_by_offset(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[str, ...]]]:
-    """Parts with the number of elements before them."""
+    """(number of elements before the part, size, factor, cuts) of each part."""
     found, before = [], 1
     for part in parts:
         if part.size != 1 or part.axes:
@@ -90,12 +91,12 @@ def _parts_by_offset(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[s
 
 
 def cat_pieces(given: Sequence[InferredSharding], shapes: Sequence[Sequence[int]], dim: int) -> tuple[tuple[int, InferredSharding], ...]:
-    """The pieces of what several are joined to along a dim."""
+    """The pieces of a concatenation along `dim`: size and sharding of each operand."""
     return tuple((shape[dim], one) for one, shape in zip(given, shapes, strict=True))
 
 
 def piece_at(pieces: Sequence[tuple[int, InferredSharding]], start: int, length: int) -> InferredSharding | None:
-    """One of several values that travel together; Wrong where these are vectors of which all is known, and none lies there."""
+    """The piece of a bucket at these positions, or None. Raises Wrong if all pieces are vectors with known dims and none is there."""
     at = 0
     for size, one in pieces:
         if (at, size) == (start, length):
@@ -107,7 +108,7 @@ def piece_at(pieces: Sequence[tuple[int, InferredSharding]], start: int, length:
 
 
 def slice_dim(dim: Parts, start: int, length: int, step: int, sizes: Mapping[str, int], piece: bool) -> Parts | None:
-    """Positions of a dim, from `start` on: whole tiles of what is split, or Wrong; None if a piece of a rule's work cuts otherwise."""
+    """The parts of `length` positions of a dim from `start` on. Raises Wrong if tiles are cut; None instead for a `piece` of a lowering."""
     whole = tile(dim, sizes)
     if (start, length, step) == (0, whole, 1):
         return dim

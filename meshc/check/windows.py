@@ -1,14 +1,14 @@
-"""Halo windows against the windows of the operators that read them, and of their sums in backward.
+"""Windows of halos, and of their sums in backward, against the windows of the operators that read them.
 
     h: "f32[4, 8, 10, 16]" = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
     y: "f32[batch 4, out 8, height 16/cp, width 16]" = aten.convolution(h, w, None, [1, 1], [0, 1], ...)       kernel 3
 
-    stride 1 and length 10      what 8 positions of y read                  (the rule's window)
-    first element -1            of 16 made of 16 by a kernel of 3, both ends are padded alike: by 1
-    fill 0.0                    what the operator pads with                 (`neutral` of the rule)
+    stride 1 and length 10      the rule's window for 8 positions of y
+    first element -1            16 positions from 16 by a kernel of 3: both ends are padded by 1
+    fill 0.0                    the operator's padding (`neutral` of the rule)
 
-Where strides leave several paddings that give one size, each is let through. What no operator that goes by windows reads or makes
-directly is not looked at: rows that a slice or a step of a recurrence takes from another rank.
+Where, by strides, several paddings give one size, each is accepted. Halos that no operator with windows reads or computes directly are not
+checked, such as rows for a slice or for a step of a recurrence.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 KNOWN: Final = ("aten", "meshc")
-"""Operators of other libraries may go otherwise by what they are given."""
+"""Namespaces of operators that are checked; operators of other libraries may use their arguments otherwise."""
 
 
 @dataclass(frozen=True)
 class Halo:
-    """The arguments of a halo, or of a sum of them."""
+    """The arguments of a `halo` or a `halo_sum`."""
 
     axes: tuple[str, ...]
     counts: tuple[int, ...]
@@ -53,10 +53,10 @@ class Halo:
 
 @dataclass(frozen=True)
 class WindowedDim:
-    """How an operator goes along a dim: each of `tile` positions with a window of it.
+    """The windows of an operator along a dim: one for each of `tile` positions.
 
-    ends    by how much more is padded behind the whole dim than before it: at least, and at most; None: nothing is padded
-    most    how much is padded before it at most
+    ends    padding after the whole dim minus padding before it: least and most; None: nothing is padded
+    most    most padding before the dim
     """
 
     operator: str
@@ -70,7 +70,7 @@ class WindowedDim:
 def check_windows(
     node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
 ) -> list[dict[int, Halo | WindowedDim]]:
-    """Raises Wrong for an operand that is not what an operator by windows reads. How it goes along the dims of each result otherwise."""
+    """For each result, dim -> the windows by which the operator computes it. Raises Wrong for an operand that does not fit its windows."""
     made: list[dict[int, Halo | WindowedDim]] = [{} for _ in rule.results]
     extents = _extents(node, rule)
     for place, (letter, (other, window)) in enumerate(rule.windows.items()):
@@ -91,21 +91,21 @@ def check_windows(
 
 
 def _extents(node: Node, rule: Rule) -> dict[str, int]:
-    """How many positions of each letter a rank has."""
+    """Letter -> number of positions on a rank."""
     shapes = [ir.record(one).shape for one in ir.operands(node) if not ir.is_integer(one)]
     rows = [*zip(rule.operands, shapes, strict=True), *zip(rule.results, (one.shape for one in ir.records(node)), strict=False)]
     return {letter: extent for row, shape in rows for letter, extent in zip(row, shape, strict=False)}
 
 
 def _parts_of_letter(letter: str, rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]) -> Parts | None:
-    """How a letter lies, by an operand or a result of which that is known."""
+    """The parts of a letter, from an operand or a result where they are known; else None."""
     rows = [*zip(rule.operands, given, strict=True), *zip(rule.results, declared, strict=False)]
     dims = [(one, parts) for row, spread in rows for one, parts in zip(row, spread.dims, strict=False)]
     return next((parts for one, parts in dims if one == letter and parts), None)
 
 
 def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
-    """Raises Wrong for a halo of what does not lie so. `whole`: the dim that it reaches over; `over`: that whose tiles its windows are."""
+    """Raises Wrong for a halo that does not fit its dims: `whole`, which its windows read, and `over`, with a window for each tile."""
     _check_size(halo, whole, halo.size, "it is of a dim of")
     _check_size(halo, over, halo.window[0], "its windows are those of")
     if over is not None and any(part.axes for part in over):
@@ -115,7 +115,7 @@ def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
 
 
 def check_sum(halo: Halo, goes: WindowedDim) -> None:
-    """Raises Wrong for a sum over other windows than those that its operand was made by."""
+    """Raises Wrong for a sum over other windows than `goes`, by which its operand was computed."""
     _check_place(halo, goes, "its operand was made")
 
 
@@ -144,7 +144,7 @@ def _check_place(halo: Halo, goes: WindowedDim, what: str) -> None:
 
 
 def _check_size(halo: Halo, parts: Parts | None, size: int, what: str) -> None:
-    """Of a dim that is known, and said to be split."""
+    """Raises Wrong if a dim is known to be split and has another size or other axes."""
     axes = tuple(axis for part in parts or () for axis in part.axes if axis != MICROBATCH)
     if axes and (axes != halo.axes or prod(part.size for part in parts or ()) != size):
         told = f"{what} {size} positions over {'/'.join(halo.axes)}"
@@ -152,8 +152,8 @@ def _check_size(halo: Halo, parts: Parts | None, size: int, what: str) -> None:
 
 
 def _padding_range(node: Node, place: int, window: Window) -> tuple[tuple[int, int] | None, int]:
-    """`ends` and `most` of what goes so. Strides leave a rest behind the last window, and an operator that rounds up reaches beyond the
-    padding by it; torch pads what is pooled by half a window at most."""
+    """`ends` and `most` of an operator with these windows. Strides leave a rest after the last window, by which an operator that rounds up
+    (`ceil_mode`) reaches beyond the padding; torch pads pooling by half a window at most."""
     arguments = cast(OpOverload, node.target)._schema.arguments
     named: dict[str, Any] = {one.name: one.default_value for one in arguments}
     named |= dict(zip((one.name for one in arguments), node.args, strict=False)) | node.kwargs

@@ -122,7 +122,7 @@ class InlineReader(LoopReader):
         return path is not None and len(path) == 1 and path[0] in self.stacked
 
     def code(self, x: ast.expr) -> ast.expr:
-        """An expression of the loop's expert, in its form in the function. Raises Unread where it reads anything else."""
+        """An expression of the loop's expert, in its form in the function. Raises NotUnderstood where it reads anything else."""
         if isinstance(x, ast.Name):
             return self.name(x)
         if isinstance(x, CLOSED):

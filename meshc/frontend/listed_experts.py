@@ -3,7 +3,7 @@
     model:      for each expert: where it is chosen, its rows, its forward, added where they came from
     traced:     stack the weights of all experts; rows of all choices, products by the expert of each, sum over the choices of a token
 
-A loop is replaced if every statement of it is understood (`expert_loops.py`), the experts have equal structure, and their forward computes
+A loop is replaced if every statement of it is understood (`loop_of`), the experts have equal structure, and their forward computes
 each row independently (`expert_tape.py`). Parameters stay the experts' own, and are stored as the plan says; where axes split the experts,
 a rank takes its own part of the stack. Where the loop writes its experts out, by rows of stacked weights, the stack is the parameter
 (`inline_experts.py`). Some stock layers are recognised by class (`known_experts.py`).

@@ -150,7 +150,7 @@ class LoopReader(Terms):
         return Loop(self.container, self.key, of, *flags, found.lineno, self.compile_function(body), self.inline(value))
 
     def inline(self, value: Term) -> Inline | None:
-        """The part of `value`'s expert that the loop itself writes out; None: the expert is a module. Raises Unread."""
+        """The part of `value`'s expert that the loop itself writes out; None: the expert is a module. Raises NotUnderstood."""
         held: Any = self.module
         for name in self.container or ():
             held = getattr(held, name)

@@ -81,7 +81,7 @@ class Terms:
         self.one_hot = False
 
     def holds(self, path: tuple[str, ...] | None, key: str | None) -> None:
-        """Records the container of the experts. Raises Unread if it is none, or another than before."""
+        """Records the container of the experts. Raises NotUnderstood if it is none, or another than before."""
         held: Any = self.module
         for name in path or ():
             held = getattr(held, name, None)
@@ -96,7 +96,7 @@ class Terms:
         self.container, self.key = path, key
 
     def own_value(self, test: ast.expr) -> object:
-        """The value of an expression of the module's attributes and numbers alone. Raises Unread."""
+        """The value of an expression of the module's attributes and numbers alone. Raises NotUnderstood."""
         local = {**self.numbers, **{name: term.more[0] for name, term in self.known.items() if term.kind == "number"}}
         if not names_of(test) <= {"self", "len", *local}:
             raise NotUnderstood

@@ -3,7 +3,7 @@
     {"hidden": [h, None], "layers": 2}    ["builtins.dict", ["hidden", "layers"], [["builtins.list", null, [0, 0]], 0]]   1: null, 2: 2
 
 Classes are stored by name, and looked up among this process's pytree classes or, for types in the output, in its modules: nothing is
-imported, and nothing is executed. A value that has no such form raises NoData.
+imported, and nothing is executed. A value that has no such form raises NotPlainData.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotPlainData(Exception):
 
 
 def tree_to_json(tree: OutputTree) -> Json:
-    """The tree as JSON. Raises NoData for a tree that `read` would not restore."""
+    """The tree as JSON. Raises NotPlainData for a tree that `read` would not restore."""
     told = {"spec": _spec_to_json(tree.spec), "plain": [[index, _value_to_json(leaf)] for index, leaf in tree.plain.items()]}
     if tree_from_json(told).spec != tree.spec:
         raise NotPlainData("the output's structure does not come back as it is")
@@ -36,7 +36,7 @@ def tree_to_json(tree: OutputTree) -> Json:
 
 
 def tree_from_json(told: Mapping[str, Json]) -> OutputTree:
-    """The tree from its JSON. Raises NoData for a class that is no tree in this process."""
+    """The tree from its JSON. Raises NotPlainData for a class that is no tree in this process."""
     names = Counter(_name(kind) for kind in trees.kinds())
     known = {_name(kind): kind for kind in trees.kinds() if names[_name(kind)] == 1}
     return OutputTree(_spec_from_json(told["spec"], known), {index: _value_from_json(leaf) for index, leaf in told["plain"]})

@@ -3,7 +3,7 @@
     n = trail.number(6144)                      6144, wherever a pass computes with it
     held = 4 * n + 1024                         25600, with the step that computed it
     if held > budget: ...                       recorded: at other sizes the comparison must have the same outcome
-    trail.at([7168])                            every number at this size. NotAlike if any comparison has another outcome
+    trail.at([7168])                            every number at this size. TrailMismatch if any comparison has another outcome
 
 Integers and floats are recomputed by the same operators in the same order, so they equal what the passes would have computed, to the bit,
 and so do all decisions. `meshc/ir/sizes.py` is for sizes that are unknown at compile time, and decides for all of them.
@@ -86,7 +86,8 @@ class Trail:
         return place
 
     def at(self, values: Sequence[Number], plain: Collection[Number] = ()) -> list[Any]:
-        """The values of all steps when the open numbers are `values`, in order. `plain`: numbers that are not open. Raises NotAlike."""
+        """The values of all steps when the open numbers are `values`, in order. `plain`: numbers that are not open. Raises
+        TrailMismatch."""
         found = list(self.values)
         for place, value in zip(self.opened, values, strict=True):
             found[place] = value
@@ -106,7 +107,8 @@ class Trail:
         return found
 
     def _refuse_new_equals(self, found: Sequence[Any], plain: Collection[Number]) -> None:
-        """Raises NotAlike if two hashed numbers that differed are equal now: unequal hashes were never compared, so nothing recorded it."""
+        """Raises TrailMismatch if two hashed numbers that differed are equal now: unequal hashes were never compared, so nothing recorded
+        it."""
         was: dict[Any, Any] = {}
         for place in self.hashed:
             before, now = self.values[place], found[place]

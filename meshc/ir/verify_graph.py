@@ -37,7 +37,7 @@ class MalformedGraph(Exception):
 
 
 def verify_order(graph: Graph) -> list[Node]:
-    """The nodes of a graph. Raises Malformed if they are not in topological order, or the graph does not end in one output."""
+    """The nodes of a graph. Raises MalformedGraph if they are not in topological order, or the graph does not end in one output."""
     nodes = list(graph.nodes)
     seen: set[Node] = set()
     reads = 0
@@ -59,7 +59,7 @@ def verify_order(graph: Graph) -> list[Node]:
 def verify_graph(
     graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, int] | None = None, known: Collection[int] = frozenset()
 ) -> None:
-    """Verifies a graph of operators with `inputs` and `outputs` ports. Raises Malformed.
+    """Verifies a graph of operators with `inputs` and `outputs` ports. Raises MalformedGraph.
 
     sizes  of the mesh's axes, if the graph is per-rank; None for the global view
     known  ids of records whose shapes have been verified before: passes keep most records
@@ -103,8 +103,8 @@ def verify_graph(
 
 
 def verify_meetings(graphs: Mapping[str, Graph], ranks: Iterable[Collection[str]]) -> None:
-    """Raises Malformed unless the graphs of all ranks have the same collectives between pipeline stages, in the same order. `ranks`: the
-    names of the graphs that each rank of a pipeline runs once a call."""
+    """Raises MalformedGraph unless the graphs of all ranks have the same collectives between pipeline stages, in the same order. `ranks`:
+    the names of the graphs that each rank of a pipeline runs once a call."""
     before: tuple[Collection[str], list[tuple[Node, tuple[object, ...]]]] | None = None
     for names in ranks:
         found = [(node, _meeting(node)) for name in names for node in graphs[name].nodes if spmd.joins_stages(node)]

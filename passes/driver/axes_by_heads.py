@@ -1,10 +1,10 @@
-"""Mesh axes taken apart into two by a model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
+"""Mesh with axes split in two by the model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
 
     cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
     tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise
-    cp=4, of which nothing is said              of one with 6 heads                              cp_seq=2,cp_heads=2, likewise
+    cp=4, without an entry                      of one with 6 heads                              cp_seq=2,cp_heads=2, likewise
 
-How many there are is known when factors have names, and no pass before has asked for the mesh or the plan: it goes on with others.
+The number of heads is known once factors have names. No earlier pass reads the mesh or the plan; later ones read the new ones.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ else:
 
 
 def split_axes_by_heads(placed: PlacedModel) -> PlacedModel:
-    """With such axes taken apart, and a note for each that the plan did not ask for; as it is where there is none. Where a search has axes
-    to decide about, or another program has settled how parameters lie, what was asked for is taken apart alone.
+    """`placed` with such axes split, and a note for each axis that the plan does not split itself; unchanged where there is none. Where a
+    search decides about axes, or another program has fixed the storage of parameters, only axes that the plan splits are.
 
-    Raises PlanError for a factor that the model has not, and for an axis that the other program has left whole.
+    Raises PlanError for a factor that the model has not, and for an axis that the other program does not split.
     """
     placed = _by_product(placed)
     if placed.request.fixed or open_axes(placed.plan):
@@ -92,7 +92,7 @@ def _by_name(placed: PlacedModel) -> PlacedModel:
 
 
 def _sizes(placed: PlacedModel, name: str, but: str = "") -> list[int]:
-    """Of the factors that are called so, and not `but` as well."""
+    """Sizes of the factors named `name` and not `but`."""
     sizes = placed.factors.size
     return [placed.real(sizes[factor]) for factor, also in placed.names.also.items() if name in also and but not in also]
 

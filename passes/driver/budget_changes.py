@@ -4,9 +4,9 @@
                           TrainStep(microbatches=4)    5.9 GB          31 ms more
                           offload state               16.4 GB          does not do
 
-A change goes through all passes from the plan on, is walked and stands on the clock. What looks as if it did, as the closest program makes
-values again, under the schedule and the number of microbatches that a pipeline came to, or with the choices that a search has made, is done
-once more as it would be for the user. Where no change does alone, those that save most are tried together.
+Each change goes through all passes from the plan on; its bytes are by liveness, its seconds by the clock. Changes are tried first with what
+the closest program has: its recompute policy, a pipeline's schedule and number of microbatches, a search's choices. Those that seem to fit
+are compiled once more as the user would compile them. Where no single change fits, those that save most are combined.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from meshc.plan.recipes import PlanLike, resolve
 
 CHUNKS: Final = 8
 WIDEST: Final = "layer"
-"""Of the policies that users name, what recomputes most, a layer at a time."""
+"""The named policy that recomputes most, a layer at a time."""
 LEAST: Final = "1f1b"
-"""Of the schedules of a pipeline, what has fewest microbatches in flight for stages of one piece."""
+"""The schedule of a pipeline with the fewest microbatches in flight, for whole backwards."""
 
 Lower: TypeAlias = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 
@@ -47,8 +47,8 @@ Lower: TypeAlias = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 class TriedChange:
     """
     said    what the user writes;  holds  bytes of the rank that needs most
-    more_s  how much longer a call takes than that of the program that holds too much, by the clock of the mesh's device
-    plan, asks  the same as data: the whole plan's text, and of options and of the step what is asked otherwise
+    more_s  seconds of a call beyond those of the program that holds too much, by the clock of the mesh's device
+    plan, asks  the same as data: text of the whole plan, and changed options and fields of the request
     """
 
     said: str
@@ -68,8 +68,8 @@ def _same_plan(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class RequestChange:
-    """`said` of what the user writes has HEAD in the place of the head's module. `asks` other fields of the request and other options, by
-    name, `writes` another plan; `stores`: another store clause of an axis."""
+    """`said`: what the user writes, with HEAD in place of the head's module; `asks`: changed options and fields of the request, by name;
+    `writes`: returns the changed plan; `stores`: whether an axis gets another store clause."""
 
     said: str
     asks: Mapping[str, object] = field(default_factory=dict)
@@ -84,20 +84,20 @@ class RequestChange:
         return RequestChange(said, asks, lambda plan: other.writes(self.writes(plan)), self.stores or other.stores)
 
     def text(self, plan: Plan, head: str) -> str:
-        """The plan as the user writes it."""
+        """The changed plan as the user writes it."""
         return "\n".join([str(self.writes(plan)), *([f"chunk {head}: {self.asks['chunks']}"] if "chunks" in self.asks else [])])
 
 
 HEAD: Final = "HEAD"
 NEAR: Final = 1.15
-"""How many times the budget what was tried may hold, as the closest program recomputes values, to be tried as the user's own would."""
+"""How many times the budget a change may hold with the closest program's recompute, to be compiled as the user would compile it."""
 AGAIN: Final = 1
-"""Changes of a searched plan that are searched for once more, at most."""
+"""Changes of a searched plan for which the search runs once more, at most."""
 
 
 @dataclass(frozen=True)
 class FittingChanges:
-    """`fits`: what keeps the budget, the cheapest first. `closest`: where nothing does, what was tried that holds least."""
+    """`fits`: changes that keep the budget, the cheapest first. `closest`: if there are none, the tried change that holds least."""
 
     fits: Sequence[TriedChange]
     closest: TriedChange | None = None
@@ -106,10 +106,10 @@ class FittingChanges:
 @dataclass(frozen=True)
 class ChangeTrials:
     """
-    asked   under the user's own request;  left  the program that holds least of what came of it
+    asked   the model under the user's own request;  left  its program that holds least
     budget  bytes of a rank
-    lower   all passes from the plan on;  within  likewise, as it would be for the user: with as much recomputed as keeps the budget
-    axes    that were searched: of these, and over a pipeline, the cheapest alone of what looks as if it did is tried as the user's own
+    lower   all passes after `factorize`;  within  likewise, with as much recomputed as keeps the budget, as for the user
+    axes    axes that were searched: with any, only AGAIN of the changes that seem to fit are compiled as for the user
     """
 
     asked: PlacedModel
@@ -135,7 +135,7 @@ class ChangeTrials:
         return FittingChanges(fits, None if fits else min(less, key=lambda one: one.holds, default=None))
 
     def _differs(self) -> bool:
-        """Whether the closest program was made under another request than the user's own."""
+        """Whether the closest program was compiled under another request than the user's own."""
         return bool(self.axes) or self.asked.request.options.remat is None or self.asked.mesh.pipeline_axis is not None
 
     def _try_as_requested(self, near: Sequence[tuple[RequestChange, TriedChange]]) -> Iterator[tuple[RequestChange, TriedChange]]:
@@ -144,14 +144,14 @@ class ChangeTrials:
             if found is not None:
                 yield change, found
                 if found.holds <= self.budget and (self.axes or self.left.pipeline is not None):
-                    return  # what was searched is searched for once more, which takes long
+                    return  # the search runs again for each, which takes long
 
     def _try_all(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
-        """As the closest program is made."""
+        """The results of `some` under the closest program's request; impossible ones are left out."""
         return [(change, found) for change in some if (found := self._try_change(change, closest, self.left.plan, self.lower)) is not None]
 
     def _try_together(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
-        """Those two that save most; where these do not do, all."""
+        """The two changes that save most as one; if that does not fit, all of them as one."""
         found: list[tuple[RequestChange, TriedChange]] = []
         for count in dict.fromkeys((2, len(some))) if len(some) > 1 else ():
             found += self._try_all([reduce(RequestChange.and_also, some[:count])], closest)
@@ -181,12 +181,12 @@ class ChangeTrials:
 
     @cached_property
     def _base_s(self) -> float:
-        """What the program takes that is refused."""
+        """Seconds of a call of the refused program."""
         return _seconds(self.left)
 
 
 def _closest_request(left: LoweredProgram) -> Request:
-    """Of a pipeline, with the schedule that was found, and with all of a layer recomputed where as much may be recomputed as is wanted."""
+    """The request of `left`; of a pipeline with its schedule by name, and with WIDEST where the search would choose what to recompute."""
     request, pipeline = left.request, left.pipeline
     if pipeline is None:
         return request
@@ -205,7 +205,7 @@ def _seconds(left: LoweredProgram) -> float:
 
 
 def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[RequestChange]:
-    """What the request has not asked for yet. `left`: the program that holds too much, of what was `asked`."""
+    """Changes that the request does not contain yet. `left`: the program that holds too much, compiled for `asked`."""
     request, plan = left.request, left.plan
     if request.optimizer is not None and any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs):
         if not any(line.what == STATE for line in plan.offloads):
@@ -230,7 +230,7 @@ def _offload_change(what: str) -> RequestChange:
 
 
 def _pipeline_changes(asked: Request, budget: int) -> Iterator[RequestChange]:
-    """Of what a pipeline is asked for: what leaves the search more to choose, or has fewer microbatches in flight."""
+    """Changes of a pipeline's options that leave the search more choice, or have fewer microbatches in flight."""
     pipeline, spelled = asked.options.pipeline, asked.options.as_written
     if asked.train and pipeline.schedule not in (None, LEAST):
         yield RequestChange(spelled(f"Options(pipeline=Pipelining(schedule={LEAST!r}))"), {"schedule": LEAST})
@@ -241,7 +241,7 @@ def _pipeline_changes(asked: Request, budget: int) -> Iterator[RequestChange]:
 
 
 def _store_changes(left: LoweredProgram) -> Iterator[RequestChange]:
-    """Axes that the batch is split over store parameters, gradients and state split too."""
+    """The change that stores parameters, gradients and state split over all axes that split the batch."""
     could = {
         entry.axis: replace(entry, store=STORES, source="hand")
         for entry in left.plan.axes
@@ -254,8 +254,8 @@ def _store_changes(left: LoweredProgram) -> Iterator[RequestChange]:
 
 
 def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
-    """As many as leave little enough of what a call makes at a time, at least twice what there are; None where the batch has no such
-    number of parts."""
+    """A number of microbatches that makes the values of a call small enough, at least twice the present number; None where the batch does
+    not divide into so many parts."""
     request, holds = left.request, peak_memory.peak_rank(left.as_program())
     if not request.train or left.parts is not None:
         return None
@@ -269,7 +269,7 @@ def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
 
 
 def next_divisor(placed: PlacedModel, least: int) -> int | None:
-    """The first number of microbatches from `least` on that divides the batch."""
+    """The smallest number of microbatches from `least` on that divides the batch."""
     return next((count for count in microbatch_counts(placed) if count >= least), None)
 
 

@@ -1,10 +1,10 @@
 """Errors for a program that exceeds its memory budget, with its largest values and changes that are tried on request.
 
-    by a plan       the program that holds least of what came of it
-    over stages     the candidate that needs least: its schedule, its number of microbatches, its cuts
-    of a search     the choice whose program holds least; what looks as if it did is searched for once more
+    by a plan       of the program that holds least
+    over stages     of the candidate that needs least: its schedule, its number of microbatches, its cuts
+    of a search     of the choice with the program that holds least; a change that seems to fit is searched once more
 
-Changes are tried when somebody asks for them (`NothingFits.tried`): whoever looks into many meshes asks for those of one.
+Changes are tried on request only (`NothingFits.with_changes_tried`): a search over many meshes asks for those of one mesh.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold
 from meshc.report.memory_report import lines_of
 
 Again = Callable[[PlacedModel], LoweredProgram]
-"""The search, under another request."""
+"""The search, for another request."""
 
 
 def refuse_over_budget(placed: PlacedModel, left: LoweredProgram, lower: Lower) -> None:
-    """Raises NothingFits for a program that holds more than the user's budget, `left` of what was `placed` under the user's request."""
+    """Raises NothingFits if `left`, the program of `placed`, holds more than the user's budget."""
     budget = left.request.options.budget
     if budget is None or left.request.double:
         return
@@ -44,7 +44,7 @@ def refuse_over_budget(placed: PlacedModel, left: LoweredProgram, lower: Lower) 
 
 
 def no_stages_error(placed: PlacedModel, error: DoesNotFit, lower: Lower) -> NothingFits:
-    """Of a pipeline of which no candidate fits."""
+    """The error of a pipeline with no candidate that fits."""
     budget = may_hold(placed.request) or 0
     left = closest_program(error.need)
     trying = budget_changes.ChangeTrials(placed, left, budget, lower, _lower_within_budget(lower))
@@ -52,7 +52,7 @@ def no_stages_error(placed: PlacedModel, error: DoesNotFit, lower: Lower) -> Not
 
 
 def no_plan_error(judge: Judge, axes: tuple[str, ...], least: float | None, lower: Lower, again: Again) -> MeshcError:
-    """Of a search: why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found."""
+    """The error of a search without a plan. `least`: the fewest bytes that any found choice holds by the model."""
     closest = judge.closest
     needs = [one.need for one in judge.refused if isinstance(one, DoesNotFit)]
     if closest is None and needs:
@@ -65,12 +65,12 @@ def no_plan_error(judge: Judge, axes: tuple[str, ...], least: float | None, lowe
 
 
 def _lower_within_budget(lower: Lower) -> Lower:
-    """With as much recomputed as keeps the budget."""
+    """`lower`, with the search for a program within the budget."""
     return lambda again, hook: lower_within_budget(again, hook, lower)
 
 
 def closest_program(need: MemoryNeed) -> LoweredProgram:
-    """The program of a candidate that was cut and does not fit."""
+    """The program of a candidate that was cut and does not fit, through all passes."""
     assert need.cut is not None
     cut = replace(need.cut, tried=())
     return run_passes(pipeline.LOWER, run_pass(pipeline.CUT, cut))

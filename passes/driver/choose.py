@@ -1,21 +1,21 @@
-"""Plan for the axes that are left open (`tp: auto`): choices of the planner and recipes, judged by their programs (`judge.py`).
+"""Plan for the axes that are left open (`tp: auto`): the planner's choices and recipes, compared by their programs (`judge.py`).
 
     found, hiding more   158.4 ms by the clock    39.2 GB    taken
     found                158.9 ms                 39.7 GB    slower than what is taken
     ddp over dp, tp      159.3 ms                 39.1 GB    slower than what is taken
 
-The planner's model leaves out what later passes do; so the cheapest few of its choices go through all passes, and of those whose program
-keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
-asked again for as much less. It is asked three times over: all seconds count, or communication that may be hidden behind computing counts
-for a part. The recipes that an expert would try are candidates too, with a price by the model (`priced_recipes.py`). What is estimated to
-be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/overlap_clock.py`). The
-plan of what was found is its text (`choice_text.py`).
+The planner's model leaves out what later passes do. So the cheapest few of its choices go through all passes, and the fastest by the clock
+is taken of those with a program that keeps the memory budget by its own liveness. Where programs hold more than the model predicts, the
+search is repeated with a budget that is smaller by the difference. There are three objectives: communication that can be overlapped with
+computing counts in full, for a half, or for a tenth. Recipes that an expert would try are candidates too, priced by the model
+(`priced_recipes.py`). Candidates that are estimated to be slower than a compiled one are dropped; the estimate is a clock on the model's
+numbers (`planner/overlap_clock.py`). The found plan is written as text (`planner/write_plan.py`).
 
-Where what is best holds more than the user's budget, backward may recompute values (`memory/recompute_within_budget.py`), as in
-programs of plans that leave nothing open: the search is asked once more with memory as it is then (`planner/memory_model.py`),
-and the clock says what that takes.
+Where the best choice exceeds the user's budget, backward may recompute values (`memory/recompute_within_budget.py`), as for a plan that
+leaves nothing open: the search runs once more with the memory that recompute leaves (`planner/memory_model.py`), and the clock counts the
+time that recompute takes.
 
-Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh
+Where a plan on another mesh is known, and even the bound with most overlap is above its seconds, no candidate is compiled
 (`no_faster_plan.py`).
 """
 
@@ -59,27 +59,30 @@ from meshc.plan.plan_candidate import PlanCandidate
 BEST: Final = 3
 """Choices of one search that go through all passes."""
 ROUNDS: Final = 3
-"""Searches, each for a smaller budget, until a program keeps it."""
+"""Searches of one objective, each for a smaller budget, until a program keeps the true one."""
 RECIPES: Final = 3
-"""Recipes that go through all passes, if they are not estimated to be"""
+"""Recipes that go through all passes, unless they are estimated to be slower than the best program so far by more than MARGIN."""
 MARGIN: Final = 0.1
-"""so much slower than what is best so far."""
+"""Relative to the seconds of the best program."""
 ALL: Final = 1.0
 PARTS: Final = (ALL, 0.5, HIDDEN)
-"""What counts of the price of what can be hidden: the searches, each of which answers another question."""
+"""Weights of communication that can be overlapped, one search for each."""
 FOUND: Final = "found"
 HIDES: Final = "found, hiding more"
 AGAIN: Final = "found, recomputing values"
 AGAIN_ROUNDS: Final = 2
-"""Of searches for these: each of their programs is lowered several times."""
+"""Searches with recompute; each of their programs is lowered several times."""
 ENOUGH: Final = "as many choices as may be have been through all passes"
 SAME: Final = "does what was found does"
 
 
 def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> LoweredProgram:
-    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget; `allowed`: what is left of a
-    search that found nothing, of whose request a change is searched for. Raises NothingFits if none keeps the budget, with the least
-    that one holds."""
+    """The program of the best candidate.
+
+    `plain`: all passes after `factorize`, without the search for a budget. `allowed`: the allowance that is left of a search that found
+    nothing, for the search of a change of its request. Raises NothingFits, with the fewest bytes found, if no candidate keeps the budget;
+    NoFasterPlan if a known plan is faster; the first candidate's error if no candidate can be compiled.
+    """
     known = placed.request.searched
     if known is not None:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
@@ -93,7 +96,7 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
         finding = _CandidateSearch(placed, axes, judge, search, solved_s=time.process_time() - start)
         ways = finding.find, finding.find_with_recompute, finding.try_recipes
         for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_with_recompute):
-            if allowed is None or judge.best is None:  # that one fits is enough to say that a change would do; recipes soon say so
+            if allowed is None or judge.best is None:  # one program that fits shows that a change helps; recipes find it soonest
                 way()
         finding.try_smallest()
     taken = judge.best
@@ -110,7 +113,7 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
 
 
 def _refuse_slower(placed: PlacedModel, search: PlanSearch) -> None:
-    """Where no plan can be as fast as the one that is known. Stages share the work of a step at best in equal parts."""
+    """Raises NoFasterPlan if no plan can be as fast as the known one. At best, pipeline stages share the work of a step in equal parts."""
     beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
     if beaten_s is None:
         return
@@ -123,11 +126,11 @@ def _refuse_slower(placed: PlacedModel, search: PlanSearch) -> None:
 @dataclass
 class _CandidateSearch:
     """
-    picks        choices that have been judged, with layers held to decide alike or not, and whether there was a program
-    within       the budget by the model of which programs are known to keep the true one; None: none was tried
-    certificate  of the last search by the seconds of all
+    picks        judged choices, by (whether layers were constrained to decide alike, options): whether a program was compiled
+    within       the budget for the model, corrected by the programs so far; None: not corrected
+    certificate  of the last search that counts all communication in full
     tried        recipes that went through all passes
-    solved_s     CPU seconds of choices: the model, and its solutions
+    solved_s     CPU seconds for building and solving the model
     """
 
     placed: PlacedModel
@@ -153,15 +156,15 @@ class _CandidateSearch:
     # -------------------------------------------------------------------------------------------------------------------------- found
 
     def find(self) -> None:
-        """By each of the objectives, those first whose answer is estimated to be fastest."""
+        """Tries the choices of each objective, the objective with the fastest estimate first."""
         asked: dict[float, list[FoundChoice]] = {}
         for counts in PARTS:
             asked[counts] = self._find_choices(counts, False, self._model_budget())
             if not asked[counts] or self.judge.is_far_from_known(_estimated_seconds(asked[counts][0])):
-                break  # what does not fit by the model does not by any objective
+                break  # a model that finds nothing within the budget finds nothing for any objective
         for counts in sorted(asked, key=lambda counts: _estimated_seconds(asked[counts][0]) if asked[counts] else 0.0):
             self._try(counts, asked[counts])
-        if not asked[ALL] and self.judge.best is not None:  # programs hold less than the model thought
+        if not asked[ALL] and self.judge.best is not None:  # programs hold less than the model predicts
             for counts in PARTS[1:]:
                 self._try(counts, self._find_choices(counts, False, self.within))
 
@@ -172,8 +175,8 @@ class _CandidateSearch:
             self._find(counts, True, self._find_choices(counts, True, self._model_budget()))
 
     def _objective(self, counts: float, near: bool) -> PlanSearch:
-        """`near`: the layers beside those that were not captured are held to decide as these. Else the first or the last may come to lie
-        otherwise than those that the others are grown from."""
+        """The search of one objective. `near`: layers next to those left out of the capture are constrained to decide as these do; without
+        that the first or the last may be sharded otherwise than the layers that are copied."""
         if near and self._near is None:
             start = time.process_time()
             self._near = self.search.with_equal_layers()
@@ -185,7 +188,7 @@ class _CandidateSearch:
         return None if self.judge.budget is None or self.judge.apart else float(self.judge.budget)
 
     def _find(self, counts: float, near: bool, some: Sequence[FoundChoice]) -> None:
-        """The best of what is found within the budget; where their programs hold more, of what is found within less."""
+        """Compiles the best of `some`, choices within the budget; where their programs exceed it, of choices within a smaller one."""
         judge, name = self.judge, FOUND if counts == ALL else HIDES
         within = self._model_budget() if self.within is None else self.within
         if within is not None and some and all(found.certificate.held > within for found in some):
@@ -194,9 +197,9 @@ class _CandidateSearch:
         for _ in range(ROUNDS + judge.apart):
             tried: list[tuple[float, float]] = []
             if not some and self._again is not None:
-                return  # what holds too much is for `find_with_recompute`
+                return  # choices over the budget are tried by `find_with_recompute`
             if not some and within is not None and self.least() is not None:
-                within = None  # the model may read more bytes than the program has: what is best without a budget says how many
+                within = None  # the model may count more bytes than the program holds: the best choice without a budget shows how many
                 some = self._find_choices(counts, near, within)
                 continue
             for found in some[:BEST]:
@@ -206,7 +209,7 @@ class _CandidateSearch:
                 weighed = _candidate(name, self.placed, found)
                 if judge.is_beaten(weighed):
                     return
-                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # than another of this kind
+                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: another choice has about the same ratio
                     judge.drop(weighed, SLOWER)
                     return
                 if not self.search.allowed.take_candidate():
@@ -227,7 +230,7 @@ class _CandidateSearch:
             some = self._find_choices(counts, near, within)
 
     def _find_choices(self, counts: float, near: bool, within: float | None) -> list[FoundChoice]:
-        """Of the choices that the search knows those first that are estimated to be fastest."""
+        """Choices of one objective that hold at most `within` bytes by the model, the fastest estimate first."""
         start = time.process_time()
         some = self._objective(counts, near).find_choices(within)
         self.solved_s += time.process_time() - start
@@ -236,7 +239,7 @@ class _CandidateSearch:
         return sorted(some, key=_estimated_seconds)
 
     def find_with_recompute(self) -> None:
-        """Where what is best without a budget does not keep it: what is best if backward recomputes values, and holds less then."""
+        """If the best choices without a budget exceed it: compiles the best choices that keep it because backward recomputes values."""
         search, budget = self._again, self.judge.budget
         if search is None or budget is None or any(one.certificate.held <= budget for one in self.search.find_choices()):
             return
@@ -267,15 +270,15 @@ class _CandidateSearch:
 
     @property
     def _judged_options(self) -> set[tuple[Option, ...]]:
-        """What choices decide whose program is known."""
+        """Options of the choices that have a program."""
         return {options for (_, options), there in self.picks.items() if there}
 
     # ------------------------------------------------------------------------------------------------------------------------ recipes
 
     def try_recipes(self) -> None:
-        """Those that may be faster than what was found, and than what is known."""
+        """Compiles the recipes that may be faster than the best program, and than the known plan."""
         judge, ratio = self.judge, self.judge.last_ratio()
-        if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it recomputes
+        if not judge.apart:  # the last program may be slower than its estimate for its own reason: recompute
             ratio = min(ratio, 1.0)
         judged = self._judged_options
         for recipe in self.recipes:
@@ -292,8 +295,8 @@ class _CandidateSearch:
                 judge.drop(recipe.as_candidate, f"{TOO_LARGE}, by the model" if large else SLOWER)
 
     def try_smallest(self) -> None:
-        """Where nothing fits, the recipe that holds least by the model; if that is too large as well, choices that may hold less than
-        what has been made, so that it is known what they would take."""
+        """If nothing fits, compiles the recipe that holds least by the model; if that is too large as well, choices that may hold less than
+        the programs so far, so that the error can state the bytes that are needed."""
         judge = self.judge
         if judge.best is not None or judge.slower:
             return
@@ -306,11 +309,11 @@ class _CandidateSearch:
             if found.options in self._judged_options or found.certificate.held > known:
                 continue
             placed = with_plan_text(self.placed, self.axes, found.choices)
-            with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
+            with suppress(Unequal):  # it exceeds the budget in any case: its bytes are not worth a search over all layers
                 judge.weigh(_candidate(FOUND, placed, found), placed, near=False)
 
     def _smallest(self) -> Sequence[FoundChoice]:
-        """The choice that holds least by the model, if it is known."""
+        """The choice that holds least by the model, if one was found."""
         if self.search.smallest is not None:
             return [self.search.smallest]
         return self._find_choices(ALL, False, self.least())[:1]
@@ -318,12 +321,12 @@ class _CandidateSearch:
     # ------------------------------------------------------------------------------------------------------------------------ answers
 
     def least(self) -> float | None:
-        """The fewest bytes that any choice holds by the model, of those that were found."""
+        """The fewest bytes that any found choice holds by the model."""
         return min((one.least for one in (self.search, self._near) if one is not None and one.least is not None), default=None)
 
     def note(self, taken: PlanCandidate) -> str:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"
-        if not self.judge.fits((FOUND, HIDES, AGAIN)):  # none fits, or none could grow
+        if not self.judge.fits((FOUND, HIDES, AGAIN)):  # none fits, or `grow` found unequal layers
             return f"{said}; {taken.name} is taken"
         name = {HIDES: "what hides more of its communication", AGAIN: "what recomputes values"}.get(taken.name, taken.name)
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
@@ -338,11 +341,11 @@ def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> PlanCandid
     return PlanCandidate(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))
 
 
-# Choices of a search beside the plan text that says them: compiled from both, a program is the plan's own.
+# Plan text of a search's choices, from which the same program is compiled.
 
 
 def with_plan_text(placed: PlacedModel, axes: Sequence[str], choices: AxisChoices) -> PlacedModel:
-    """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
+    """`placed` with `choices` for `axes`, and with their plan text in its request, unless the text decides something else."""
     decided = run_passes(pipeline.PLACE, replace(placed, choices=choices))
     plan = _expand_layers(write_plan(decided, axes), placed.plan, placed.depth)
     found = difference(replace(decided, plan=plan))
@@ -352,7 +355,8 @@ def with_plan_text(placed: PlacedModel, axes: Sequence[str], choices: AxisChoice
 
 
 def restore_request(lowered: LoweredProgram, placed: PlacedModel, axes: Sequence[str]) -> LoweredProgram:
-    """Of choices, under the request as it was, with the plan that says them; in parts of a batch, too, it must come to the same."""
+    """`lowered` with the user's plan in its request. Where sizes have changed (a batch in parts), the text of the choices is compared with
+    them again: if it decides something else, the program's plan is the user's as well, and a note says so."""
     if lowered.placed.choices is None:
         return lowered
     lowered = replace(lowered, request=replace(lowered.request, plan=placed.request.plan))
@@ -363,7 +367,7 @@ def restore_request(lowered: LoweredProgram, placed: PlacedModel, axes: Sequence
 
 
 def _expand_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
-    """A plan of what was captured, said of the whole model's layers. `given`: lines that name these already."""
+    """`plan` of the captured layers, rewritten for all layers of the model. `given`: the user's plan, which names all of them already."""
 
     def whole(lines: Sequence[Line], known: Sequence[Line]) -> tuple[Line, ...]:
         found = [replace(line, pattern=name) for line in lines if line not in known for name in whole_names(depth, line.pattern)]

@@ -1,11 +1,11 @@
 """Number of token chunks to try for a step's head and loss, where a rank has a memory budget.
 
-    whole         backward recomputes what takes 7 % of a call; logits of 4.2 GB, of 24    try 8
-    in 8 chunks   it takes 4 %; logits of 0.5 GB; chunks take 0.3 %                         that is all
-                  the same with room for 2.1 GB, or chunks take 4 %                         try 2, which take less
-                  the budget is not kept                                                    try 32
+    whole         recompute takes 7 % of a call; logits of 4.2 GB, of 24                   try 8
+    in 8 chunks   recompute takes 4 %; logits of 0.5 GB; chunks take 0.3 %                 no more
+                  the same with room for 2.1 GB, or chunks take 4 %                        try 2, which take less
+                  the budget is not kept                                                   try 32
 
-Fewer logits leave room for what would be recomputed, and chunks take seconds of their own. What comes of a try is for the clock to say
+Smaller logits leave room for values that would be recomputed, and chunks take time of their own. The clock decides between the programs
 (`within_budget.py`).
 """
 
@@ -31,18 +31,18 @@ FEW: Final = 2
 SOME: Final = 8
 MANY: Final = MOST
 TIMES: Final = 3
-"""About how often a loss and its gradients have its logits in memory, in float32."""
+"""Estimated copies of the logits, in float32, that a loss and its gradients hold at once."""
 MOST_TIMES: Final = 6
-"""At most likewise."""
+"""An upper bound of the same."""
 LARGE: Final = 0.05
 """The share of a budget that a rank's logits must take for more chunks to be tried where the budget is kept."""
 LITTLE: Final = 0.005
-"""The share of a call that recomputing values may take, and no chunks are tried for it."""
+"""The share of a call's seconds that recompute may take without chunks being tried for it."""
 
 
 def logits_bytes(placed: PlacedModel) -> int:
-    """Bytes of a rank's logits in float32, if all ranks share them. 0 where there is no head that could run in chunks, or somebody has said
-    whether it is to."""
+    """Bytes of one rank's logits of one microbatch in float32, if all ranks share them; 0 if no head could run in chunks, or if the user
+    has set the number of chunks."""
     found = default_chunked_head(placed, SOME)
     if found is None:
         return 0
@@ -52,17 +52,17 @@ def logits_bytes(placed: PlacedModel) -> int:
 
 
 def next_count(count: int) -> int | None:
-    """The number of chunks to try after `count` of them, of which 1 is the whole, where what came of these does not keep the budget."""
+    """The number of chunks to try after `count` chunks (1: the whole) have exceeded the budget; None: no more."""
     return {1: SOME, SOME: MANY}.get(count)
 
 
 @dataclass(frozen=True)
 class ChunkTrial:
     """
-    count    of chunks
-    spare    bytes that are left of the budget; below 0 it is not kept
-    seconds  of a call;  again_s  of recomputing values in it
-    pressed  whether something that would be faster does not fit
+    count    number of chunks
+    spare    bytes left of the budget; negative if the budget is not kept
+    seconds  of a call;  recompute_s  of the recompute in it
+    pressed  whether a pipeline candidate was dropped for its bytes
     """
 
     count: int
@@ -73,16 +73,16 @@ class ChunkTrial:
 
 
 def may_fit(whole: ChunkTrial | None, last: ChunkTrial, size: int) -> bool:
-    """Whether more chunks than the `last`, which does not keep the budget, may: their logits are a part of what they were, and what else a
-    rank holds is as it was. `size`: bytes of a rank's logits, all at once."""
+    """Whether more chunks than `last` has, which exceeds the budget, may keep it: logits get smaller in proportion, and nothing else
+    changes. `size`: bytes of a rank's logits, all at once."""
     saves = MOST_TIMES * size // last.count
-    if whole is not None and whole.count < last.count:  # what chunks have saved says how often logits are there
+    if whole is not None and whole.count < last.count:  # the bytes saved so far show the number of copies of the logits
         saves = min(saves, max(0, last.spare - whole.spare) * whole.count // (last.count - whole.count))
     return last.spare + saves >= 0
 
 
 def next_count_for_time(whole: ChunkTrial | None, last: ChunkTrial, size: int, budget: int) -> int | None:
-    """The number of chunks to try after the `last`, where it keeps the budget: what may take less. `size`: bytes of a rank's logits."""
+    """The number of chunks that may be faster than `last`, which keeps the budget; None: none. `size`: bytes of a rank's logits."""
     if last.count == SOME and (_has_room(last, size) or (whole is not None and whole.spare >= 0 and _costs_much(whole, last))):
         return FEW
     pays = last.pressed or last.recompute_s >= LITTLE * last.seconds
@@ -90,26 +90,26 @@ def next_count_for_time(whole: ChunkTrial | None, last: ChunkTrial, size: int, b
 
 
 def _has_room(last: ChunkTrial, size: int) -> bool:
-    """For the logits of fewer chunks."""
+    """Whether the logits of fewer chunks fit."""
     return TIMES * (size // FEW - size // SOME) <= last.spare
 
 
 def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
-    """Whether fewer chunks would save more than recomputing values for their logits takes: about half its share of the bytes, as what is
-    cheapest is recomputed first."""
+    """Whether fewer chunks would save more seconds than the recompute for their larger logits takes: about half their share of the bytes,
+    since the cheapest values are recomputed first."""
     chunks_s = last.seconds - last.recompute_s - (whole.seconds - whole.recompute_s)
     saved_s = chunks_s * (SOME - FEW) / (SOME - 1)
     return saved_s > 0.5 * (whole.recompute_s - last.recompute_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
 
 
 def recompute_s(left: LoweredProgram) -> float:
-    """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
+    """Seconds of recompute in a call, one operator after another; of a pipeline, for the stage with the most."""
     device, runs = devices_of(left.mesh).slowest(), peak_memory.runs(left.as_program())
     return max(runs[name] * sum(_recompute_seconds(stage, left, device)) for name, stage in left.stages.items())
 
 
 def has_too_large_candidates(left: LoweredProgram) -> bool:
-    """Whether other ways to run a pipeline hold too much."""
+    """Whether pipeline candidates were dropped for their bytes."""
     return any(one.holds is not None and one.seconds is None and one.dropped for one in left.tried)
 
 

@@ -1,9 +1,9 @@
-"""Compilation of a few captured layers that stand for all, where that is proved and succeeds; else of the whole model.
+"""Compilation of a few captured layers that stand for all, where their equality is proved; otherwise of the whole model.
 
-Where layers of several kinds take turns, one at each end is tried first, and then one of each kind.
+Where layers of several kinds alternate, the first attempt captures one layer at each end, the second one of each kind.
 
-Before `grow` errors would name layers by their numbers among those captured, and what one layer lacks all of them lack: the whole model is
-compiled then, and says what is wrong with it. From `grow` on graphs are the whole model's.
+Before `grow`, errors would name layers by their numbers among the captured ones, and an error in one layer holds for all of them: the whole
+model is compiled then, and raises the error. From `grow` on, graphs are the whole model's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 
 
 def is_depth_valid(traced: TracedModel, request: Request) -> bool:
-    """Whether what was left out of a trace stays so under a request with another optimizer."""
+    """Whether the layers left out of `traced` are proved equal under `request` too: for another optimizer, or other sizes."""
     if traced.depth is None:
         return True
     try:
@@ -47,7 +47,7 @@ def _is_same_depth(one: Depth, other: Depth | None) -> bool:
 
 
 def run_at_depth(compiled: Callable[[CompilationPhase, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
-    """What `compiled` makes of the request. `hook` may be told of passes more than once, the last time of all."""
+    """The result of `compiled` for `request`. `hook` may hear of a pass more than once; the last time is the one that counts."""
     outset = with_depth(begin(request))
     whole = False
 

@@ -1,4 +1,4 @@
-"""Compilation of a request into a program: the passes are run in order, and the searches where there is a choice."""
+"""Program compiled from a request: the passes in order, and the searches where there is a choice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from meshc.passes.driver import budget_errors, choose, nothing_fits, pass_replay, pipeline_search, within_budget
     from meshc.passes.lower import specialise
     from meshc.passes.stages import pipeline_memory, write_chunks
-else:  # imported for what leaves a choice, keeps a budget, has stages or fails
+else:  # imported for programs with a choice, a budget or stages, and for errors
     budget_errors = LazyModule("meshc.passes.driver.budget_errors")
     choose = LazyModule("meshc.passes.driver.choose")
     nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
@@ -57,12 +57,12 @@ else:  # imported for what leaves a choice, keeps a budget, has stages or fails
     write_chunks = LazyModule("meshc.passes.stages.write_chunks")
 
 REFUSED: Final = 6
-"""Beginnings that are remembered while changes are tried of what is refused: about as many as there are changes."""
+"""Memoised results while changes of a refused request are tried: about as many as there are changes."""
 
 
 def compile_program(request: Request, hook: Hook | None = None, traced: TracedModel | None = None) -> tuple[PlainProgram, LoweredProgram]:
-    """Run all passes, or with `traced` those that are left. `hook(name, phase)` is called after each one (dumps, verification). Raises
-    MeshcError and nothing else, but for what a hook raises."""
+    """The program of `request`, by all passes, or by the passes after the trace if `traced` is given. `hook(name, phase)` is called after
+    each pass (dumps, verification). Raises MeshcError and nothing else, but for errors of a hook."""
     with clean_up_compilation(), fewer_collections():
         if traced is None:
             return run_with_joined_batch(request, partial(_compile_request, hook), _whole_forward)
@@ -104,14 +104,14 @@ def _compile_factors(
 
 
 def trace(request: Request) -> TracedModel:
-    """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
-    the time of a compilation."""
+    """The trace of `request` before passes that depend on the optimizer, for several programs that differ in the optimizer alone. Tracing
+    takes most of the time of a compilation."""
     with clean_up_compilation(), fewer_collections():
         return run_at_depth(_trace_outset, request, None)
 
 
 def trace_open(request: Request, dims: DynamicDims) -> TracedModel:
-    """What a trace of the request leaves with these sizes open, before any pass looks at them as numbers. Which layers stand for all is
+    """The trace of `request` with the sizes `dims` open, before any pass reads them as numbers. That captured layers stand for all is
     proved at the request's own sizes."""
 
     def trace_with_dims(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
@@ -125,8 +125,8 @@ def trace_open(request: Request, dims: DynamicDims) -> TracedModel:
 def compile_traced(
     traced: TracedModel, hook: Hook | None = None, following: pass_replay.PassReplay | None = None
 ) -> tuple[PlainProgram, LoweredProgram] | None:
-    """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced. `following`: what they did
-    at other sizes."""
+    """The program by the passes after the trace; None if the captured layers do not stand for all at its sizes. `following`: the replay of
+    these passes at other sizes."""
     with clean_up_compilation(), fewer_collections():
         if not is_depth_valid(traced, traced.request):
             return None
@@ -136,13 +136,13 @@ def compile_traced(
 
 
 def partition_traced(traced: TracedModel) -> LoweredProgram:
-    """The passes behind a trace up to `partition`, of a request that leaves nothing open."""
+    """The passes after the trace up to `partition`, for a request that leaves nothing open."""
     with fewer_collections():
         return run_to_partition(split_axes_by_heads(update_and_factorize(traced)), None)
 
 
 def place(request: Request) -> PlacedModel:
-    """What passes leave that know of no mesh and no plan, for `compile_beside`."""
+    """The model with its factors, before passes that read the mesh or the plan, for `compile_for_mesh`."""
     with clean_up_compilation(), fewer_collections():
         return run_with_joined_batch(request, _place_request, _whole_forward)
 
@@ -152,10 +152,10 @@ def _place_request(request: Request) -> PlacedModel:
 
 
 def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgram, LoweredProgram]:
-    """What has its factors, on a mesh and by a plan of this request."""
+    """The program of a placed model on the mesh and by the plan of `request`."""
     wanted = outset_of(request)
     with clean_up_compilation(), fewer_collections():
-        if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # its experts were traced in other groups
+        if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # experts were traced in other groups
             return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)
@@ -168,12 +168,12 @@ def whole_view(request: Request) -> Joint:
 
 
 def update_and_factorize(traced: TracedModel, hook: Hook | None = None) -> PlacedModel:
-    """With its update and its factors."""
+    """`traced` with its update, and with factors."""
     return run_pass(pipeline.FACTORIZE, run_pass(pipeline.UPDATE, traced, hook), hook)
 
 
 def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgram:
-    """By the request's plan; of a pipeline, in the way that is found to be best."""
+    """The program by the request's plan; of a pipeline or with open axes, the best that a search finds."""
     request = _settle_microbatches(placed.request)
     placed = placed.with_request(request) if request is not placed.request else placed
     if open_axes(placed.plan):
@@ -188,14 +188,14 @@ def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgr
 
 
 def _settle_microbatches(request: Request) -> Request:
-    """With the number of microbatches, where it follows from the rest of the request."""
+    """`request` with its number of microbatches, where that follows from the rest of it."""
     if request.microbatches is None and request.mesh.pipeline_axis is None:
         return replace(request, microbatches=1)
     return request if request.microbatches is not None else pipeline_search.settle_microbatches(request)
 
 
 def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-    """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
+    """The program within the budget, if there is one; alike for a search and for its result as a plan, so that both give one program."""
     again = placed.request.options.budget is not None
     if not again and placed.mesh.device_type != "cuda":  # no bound
         return _lower_or_unchunk(placed, hook)
@@ -203,7 +203,7 @@ def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
 
 
 def _lower_or_unchunk(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None = None) -> LoweredProgram:
-    """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why. `begun`: what may have begun alike."""
+    """The program by all passes after `factorize`. A head that cannot run in chunks runs whole, with a note. `begun`: memoised results."""
     try:
         return _lower_request(placed, hook, begun)
     except write_chunks.NotInChunks as why:
@@ -225,7 +225,7 @@ def _recompute_and_cut(grown: LoweredProgram, hook: Hook | None) -> LoweredProgr
 
 
 def _lower_by_replay(placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay) -> LoweredProgram:
-    """As `lowered`, of what leaves nothing to choose."""
+    """As `lower_by_plan`, for a program without choices: the passes after `partition` are replayed if they can be."""
 
     def rest(left: LoweredProgram) -> LoweredProgram:
         cut = _recompute_and_cut(run_passes(pipeline.GROWN, left, hook), hook)
@@ -250,7 +250,7 @@ def _whole_forward(request: Request) -> PlacedModel:
 
 
 def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:
-    """Where a batch has one row that is to be split, of a trace with its size open, which must mean the same; None where none has."""
+    """If the batch has one row that is to be split: the same model from a trace with that size open, once compared; else None."""
     rows = rows_to_open(placed)
     if rows is None:
         return None
@@ -263,7 +263,7 @@ def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:
 def _compile_by_plan(
     placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay | None = None
 ) -> tuple[PlainProgram, LoweredProgram]:
-    """The passes that read the plan."""
+    """The program by the passes that read the plan."""
     left = (
         _lower_by_replay(placed, hook, following)
         if following is not None and pass_replay.may_replay(placed)
@@ -277,10 +277,10 @@ def _compile_by_plan(
 
 
 def specialise_backward(program: PlainProgram, left: LoweredProgram, received: Collection[str]) -> PlainProgram:
-    """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
+    """The program with a backward from the outputs named in `received` alone, and the forward stage of `program`.
 
-    `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of
-    those received are no outputs.
+    `left`: the phase that the last pass returned for `program`. Tangents of other outputs are no inputs of it, and gradients that depend on
+    none of the received outputs are no outputs.
     """
     if left.backward is None:
         return program
@@ -295,11 +295,8 @@ def specialise_backward(program: PlainProgram, left: LoweredProgram, received: C
     )
 
 
-# Final program of a compilation, with its notes and metadata.
-
-
 def finish(lowered: LoweredProgram) -> PlainProgram:
-    """The program that the phases have come to."""
+    """The program of the last phase, with its notes and metadata."""
     request, placed = lowered.request, lowered.placed
     model = lowered.model
     return replace(
@@ -318,7 +315,7 @@ def finish(lowered: LoweredProgram) -> PlainProgram:
 
 
 def _pipeline_info(lowered: LoweredProgram) -> Info:
-    """What compiling a pipeline again takes; of a function the schedule that it has made."""
+    """Options for compiling the pipeline again; for a schedule given as a function, the lists that it returned."""
     request, pipeline = lowered.request, lowered.pipeline
     if pipeline is None:
         return {}

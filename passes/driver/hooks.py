@@ -32,25 +32,25 @@ _dumped: Final[Counter[Path]] = Counter()
 
 
 class Checker(Protocol):
-    """What compares a program under construction with the first graph of its operators. Checks raise if it does not mean that any more."""
+    """Check of a program under construction against the first graph of its operators. Raises if the program no longer means the same."""
 
     def begin_again(self) -> None:
-        """What is checked from here on is another program: that of the whole model, behind the one of a few of its layers."""
+        """From here on another program is checked: the whole model, after the one of a few of its layers."""
 
     def check_calls(self, name: str, model: TorchGraph, device: str) -> None:
-        """The graph of torch's calls that the pass `name` has left; `device` is the type of the mesh's."""
+        """Checks the graph of torch's calls that the pass `name` has left. `device`: type of the mesh's devices."""
 
     def check_graph(
         self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
     ) -> None:
-        """The global view that the pass `name` has left."""
+        """Checks the global view that the pass `name` has left."""
 
     def check_program(self, name: str, program: PlainProgram, parts: MicrobatchSplit | None) -> None:
-        """What each rank runs, as far as that pass has come."""
+        """Checks the program of each rank, as far as it is lowered after the pass `name`."""
 
 
 def hook(checker: Checker) -> Hook | None:
-    """What the pass runner calls after each pass of one compilation, as the environment asks; None if it asks for nothing."""
+    """The hook for the passes of one compilation, as the environment requests; None if it requests nothing."""
     wanted: list[Hook] = []
     level, folder = environment.log_level(), environment.dump_folder()
     if level:
@@ -58,7 +58,7 @@ def hook(checker: Checker) -> Hook | None:
     if folder is not None:
         wanted.append(dumper(_next_folder(folder)))
     if environment.verifying():
-        wanted.append(_verifier(checker))  # last, so that what it refuses is on disk
+        wanted.append(_verifier(checker))  # last, so that a refused program is on disk
     if not wanted:
         return None
 
@@ -77,7 +77,7 @@ def _next_folder(folder: Path) -> Path:
 
 
 def _verifier(checker: Checker) -> Hook:
-    """Checks each pass that has changed what would be run, so that none is blamed for another."""
+    """Hook that checks the program after each pass that has changed it, so that an error names the right pass."""
     checked = ""
 
     def verify(name: str, phase: CompilationPhase) -> None:
@@ -86,7 +86,7 @@ def _verifier(checker: Checker) -> Hook:
             _begin_whole(checker, phase)
         text = _run_by(phase)
         if text in ("", checked):
-            return  # the same as before
+            return  # unchanged
         try:
             if isinstance(phase, LoweredProgram):
                 checker.check_program(name, phase.as_program(), phase.parts)
@@ -103,7 +103,7 @@ def _verifier(checker: Checker) -> Hook:
 
 
 def _begin_whole(checker: Checker, phase: CompilationPhase) -> None:
-    """The truth from `grow` on is the whole model's, traced layer by layer; what has grown of the global view is compared with it."""
+    """Restarts `checker` at `grow` with the whole model, traced layer by layer, and compares the grown global view with it."""
     assert isinstance(phase, LoweredProgram)
     checker.begin_again()
     for name, joint in (("capture", whole_view(phase.request)), (GROW.name, phase.joint)):
@@ -111,7 +111,7 @@ def _begin_whole(checker: Checker, phase: CompilationPhase) -> None:
 
 
 def _run_by(phase: CompilationPhase) -> str:
-    """The text of what would be run: of torch's calls, of the graph of operators, of the stages and their schedule."""
+    """The text of the program in `phase`: torch's calls, the graph of operators, or the stages and their schedule."""
     if isinstance(phase, LoweredProgram):
         return print_program(phase.as_program())
     if isinstance(phase, PlacedModel | TracedModel) and (joint := phase.joint) is not None:

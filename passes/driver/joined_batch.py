@@ -4,7 +4,7 @@
     each rank   src i64[6, 2], h f32[1, 2, 16]     whole   h f32[2, 2, 16]: the model refuses it
                 its part by itself: dim 1 is the batch of both                                       then   src i64[6, 4], h f32[1, 4, 16]
 
-A model whose inputs begin with the batch is traced once, as ever.
+A model with inputs that begin with the batch is traced once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Answer = TypeVar("Answer")
 
 
 def run_with_joined_batch(request: Request, run: Callable[[Request], Answer], forward: Callable[[Request], PlacedModel]) -> Answer:
-    """What `run` makes of the request, its parts joined along the batch. forward: the forward graph of a request with its factors. Raises
-    CompileError where it is not clear which dim that is, and what `run` raises."""
+    """The result of `run` for `request`, with the parts of ranks joined along the batch dim. `forward`: returns the forward graph of a
+    request with its factors. Raises CompileError where the batch dim is not clear, and the errors of `run`."""
     try:
         return run(request)
     except WrongJoinDim as found:
         dims = found.dims
     except (CaptureError, CompileError) as error:
-        if type(error) not in (CaptureError, CompileError, CompilerFault):  # what says more, as of a plan that does not fit
+        if type(error) not in (CaptureError, CompileError, CompilerFault):  # subclasses say more, such as that no plan fits
             raise
         dims = _dims_of_part(request, forward)
         if not dims:
@@ -48,7 +48,7 @@ def run_with_joined_batch(request: Request, run: Callable[[Request], Answer], fo
 
 
 def _with_dims(error: MeshcError, request: Request) -> MeshcError:
-    """The error; of parts with numbers of rows of their own, which are not looked at by themselves, with how they were joined."""
+    """`error`; for parts with different numbers of rows, which are not traced by themselves, with the dims along which they were joined."""
     if request.joined is None or request.joined.ranks:
         return error
     dims = ", ".join(f"dim {dim} of {name}" for name, dim in request.joined.dims.items() if dim is not None)
@@ -60,8 +60,8 @@ def _with_dims(error: MeshcError, request: Request) -> MeshcError:
 
 
 def _dims_of_part(request: Request, forward: Callable[[Request], PlacedModel]) -> Mapping[str, int | None]:
-    """Where a rank's part by itself has the batch; nothing if that is where parts were joined already, or it does not trace either. Raises
-    CompileError where it is not clear."""
+    """The batch dims of a rank's part, traced by itself; empty if parts were joined along them already, or if the part cannot be traced
+    either. Raises CompileError where the batch is not clear."""
     joined = request.joined
     if joined is None or not joined.ranks:
         return {}
@@ -77,7 +77,7 @@ def _dims_of_part(request: Request, forward: Callable[[Request], PlacedModel]) -
 
 
 def join_along(request: Request, dims: Mapping[str, int | None]) -> Request:
-    """A request whose parts are joined along these dims."""
+    """`request` with its parts joined along `dims`."""
     joined = request.joined
     assert joined is not None and joined.ranks
     leaves, spec = trees.flatten((request.args, dict(request.kwargs)))

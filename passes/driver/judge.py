@@ -1,4 +1,4 @@
-"""Candidates for the open axes, each through all passes: the fastest by the clock whose program keeps the memory budget.
+"""Candidates for the open axes, each through all passes, and the fastest of them by the clock that keeps the memory budget.
 
     candidate            by the model   by the clock   a rank holds
     found, hiding more   173.2 ms       158.4 ms       39.2 GB         taken
@@ -7,8 +7,7 @@
     ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
     ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
 
-What is estimated to be slower than a plan that is known elsewhere is not made (`no_faster_plan.py`). `choose.py` says which candidates
-there are.
+Candidates that are estimated to be slower than a known plan are not compiled (`no_faster_plan.py`). `choose.py` supplies the candidates.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from meshc.plan.plan_candidate import PlanCandidate
 
 TOO_LARGE: Final = "more than a rank may hold"
 FAR: Final = 0.15
-"""By how much the estimate of a first answer must be above a plan elsewhere for no other question to be asked."""
+"""How far the estimate of the first answer must exceed a known plan's seconds for other objectives to be skipped."""
 UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(debugging=Debugging(depth="whole")) takes them one by one'
 
 Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
@@ -45,7 +44,7 @@ Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan whose program is there."""
+    """A plan with its compiled program."""
 
     weighed: PlanCandidate
     lowered: LoweredProgram
@@ -59,14 +58,15 @@ class Candidate:
 @dataclass
 class Judge:
     """
-    budget    bytes that a rank may hold; None: whatever it takes
-    best      of those that keep the budget the fastest by the clock; of the others no program is kept
-    lowered   what has been through all passes, with what its rank holds;  dropped  what has not
-    refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that fits and cannot grow from a few layers
-    slower    what was estimated to be slower than a plan that is known elsewhere
+    budget    bytes that a rank may hold; None: no limit
+    best      the fastest candidate by the clock that keeps the budget; no other program is kept but `closest`
+    lowered   candidates with a program, and the bytes of its fullest rank;  dropped  candidates without one
+    refused   errors of impossible candidates
+    unequal   the error of a candidate that would fit, with layers that differ from the captured ones
+    slower    candidates that are estimated to be slower than the known plan
     closest   the program that holds least
-    apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
-    ratio     seconds of a call for each that was estimated: of stages, as those of the last candidate were
+    apart     whether the step is split into microbatches or stages, for which the model counts more bytes than there are at once
+    ratio     seconds of a call per estimated second; of a pipeline, by the latest candidate's stages
     """
 
     placed: PlacedModel
@@ -87,10 +87,10 @@ class Judge:
         self.apart = pipeline_axis is not None or request.count > 1
         self.ratio = 1.0 if pipeline_axis is None else 1.0 / pipeline_axis.size
 
-    # ------------------------------------------------------------------------------------------------------------------ before it is made
+    # --------------------------------------------------------------------------------------------------------------------------- estimates
 
     def is_beaten(self, weighed: PlanCandidate) -> bool:
-        """Whether a plan elsewhere is faster than a candidate is estimated to be, by more than estimates are off."""
+        """Whether the known plan is faster than the candidate's estimate by more than MARGIN; then the candidate is recorded as slower."""
         known_s = None if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
         if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
             return False
@@ -98,33 +98,33 @@ class Judge:
         return True
 
     def is_far_from_known(self, estimated: float) -> bool:
-        """Whether a plan elsewhere is faster by more than one question's answer is from another's."""
+        """Whether the known plan is faster than `estimated` by more than objectives differ."""
         return self.known_s is not None and estimated * self.ratio > self.known_s * (1 + FAR)
 
     def is_too_large(self, weighed: PlanCandidate) -> bool:
-        """Whether it holds more than a rank may by the model, which reads what there is at once."""
+        """Whether the candidate exceeds the budget by the model, which counts only programs in one piece."""
         return self.budget is not None and not self.apart and weighed.holds is not None and weighed.holds > self.budget
 
     def is_too_slow(self, weighed: PlanCandidate, ratio: float, margin: float) -> bool:
-        """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or than what is known
-        elsewhere by more than estimates are off."""
+        """Whether the candidate, at `ratio` seconds per estimated second, is slower than the best one by more than `margin`, or than the
+        known plan by more than estimates are off."""
         best_s = inf if self.best is None else self.best.seconds * (1 + margin)
         known_s = inf if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
         return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, known_s)
 
     def last_ratio(self) -> float:
-        """Seconds by the clock for each that was estimated, of what was made last."""
+        """Seconds by the clock per estimated second of the latest program."""
         last = self.lowered[-1][0] if self.lowered else None
         return last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
 
     def drop(self, weighed: PlanCandidate, why: str) -> None:
         self.dropped.append(replace(weighed, dropped=why))
 
-    # ----------------------------------------------------------------------------------------------------------------------------- made
+    # ---------------------------------------------------------------------------------------------------------------------------- programs
 
     def weigh(self, weighed: PlanCandidate, placed: PlacedModel, near: bool = True) -> int | None:
-        """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
-        layers were held to decide alike (`near`)."""
+        """Compiles a candidate. Returns the bytes of the rank that needs most; None if it is impossible for another reason. Raises Unequal,
+        unless layers were constrained to decide alike (`near`)."""
         report_progress(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
         try:
             found = attempt(partial(self._candidate, weighed, placed))
@@ -164,14 +164,14 @@ class Judge:
     # -------------------------------------------------------------------------------------------------------------------------- answers
 
     def fits(self, names: Collection[str]) -> bool:
-        """Whether the program of one that is called so keeps the budget."""
+        """Whether the program of a candidate with one of these names keeps the budget."""
         return any(self._keeps_budget(most) for one, most in self.lowered if one.name in names)
 
     def refusal(
         self, axes: tuple[str, ...], least: float | None, values: Sequence[str] = (), trying: ChangeTrial | None = None
     ) -> MeshcError:
-        """Why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found; `values`: lines about
-        the largest of what holds least."""
+        """The error if there is no plan. `least`: the fewest bytes that any found choice holds by the model; `values`: lines about the
+        largest values of the program that holds least."""
         if self.unequal is not None:
             return self.unequal
         if self.slower:
@@ -186,7 +186,7 @@ class Judge:
         return NoFasterPlan(float(least_s), self.known_s or 0.0, no_faster_plan.BY_STAGES if self.apart else no_faster_plan.BY_ESTIMATE)
 
     def table(self) -> Iterator[PlanCandidate]:
-        """What is taken first, then what was made, then what was not."""
+        """The candidate that is taken, then those with a program, then those without."""
         taken = None if self.best is None else self.best.weighed
         if taken is not None:
             yield taken

@@ -1,4 +1,4 @@
-"""Error where no candidate keeps the memory budget: what holds the bytes, the fewest needed, and changes that fit.
+"""Error where no candidate keeps the memory budget: the largest values, the fewest bytes needed, and changes that fit.
 
     a rank may hold 8,000,000,000 bytes (Options(memory_budget=8000000000)), but by this plan it holds 16,843,210,112:
       753,000,000 for the whole call, 66,600 of gradients, 16,090,143,512 that a call makes and reads again
@@ -26,18 +26,18 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.plan_candidate import PlanCandidate
 
 ChangeTrial = Callable[[], FittingChanges]
-"""What is tried once somebody wants to know."""
+"""Runs the changes, once a caller asks for them."""
 
 CHANGES: Final = 3
-"""That are named, of those that were tried and would do."""
+"""Changes that the error names, of those that fit."""
 
 
 class NothingFits(PlanError):
     """
-    least    the fewest bytes that any candidate was found to hold; None: none was made
-    parts    what they are made of, in words;  cheapest  the change that asks for no other devices; "" where there is none
+    least    the fewest bytes that any candidate holds; None: none was compiled
+    parts    their components, as text;  cheapest  the cheapest change without other devices; "" where there is none
     weighed  the candidates
-    found    changes that were tried; None where none has been
+    found    the tried changes; None before they are tried
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class NothingFits(PlanError):
         self._trying = trying
 
     def with_changes_tried(self) -> NothingFits:
-        """With what would do, tried, where that has not been done: each change goes through all passes from the plan on."""
+        """The error with changes tried, unless they have been: each goes through all passes from the plan on."""
         return self if self._trying is None else self._trying()
 
     def in_context(self, context: Callable[[], AbstractContextManager[object]]) -> NothingFits:
-        """The same, whose changes are tried in such a context."""
+        """The error, with its changes to be tried in `context`."""
         if (trying := self._trying) is not None:
 
             def there() -> NothingFits:
@@ -68,8 +68,8 @@ def nothing_fits(
     placed: PlacedModel, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes],
     weighed: Sequence[PlanCandidate] = (), values: Sequence[str] = (), trying: ChangeTrial | None = None,
 ) -> NothingFits:  # fmt: skip
-    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
-    lines about the largest at the peak of the program that holds least."""
+    """The error of a search. `least`: bytes that some choice holds by the model; `holds`: bytes of compiled programs; `weighed`: the
+    candidates; `values`: lines about the largest values at the peak of the program that holds least."""
     given = placed.request.options.budget
     said = "the device's memory" if given is None else f"Options(memory_budget={given})"
     start = f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said})"
@@ -83,7 +83,7 @@ def nothing_fits(
 
 
 def plan_exceeds_budget(placed: PlacedModel, budget: int, holds: RankBytes, values: Sequence[str], trying: ChangeTrial) -> NothingFits:
-    """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
+    """The error of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
     policy = placed.request.options.remat
     again = "" if policy in (None, "none") else f", although backward recomputes what Options(remat={policy!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}:"
@@ -91,14 +91,14 @@ def plan_exceeds_budget(placed: PlacedModel, budget: int, holds: RankBytes, valu
 
 
 def stages_exceed_budget(error: DoesNotFit, placed: PlacedModel, budget: int, values: Sequence[str], trying: ChangeTrial) -> NothingFits:
-    """Of a pipeline: no schedule, number of microbatches or cut that was tried keeps the budget."""
+    """The error of a pipeline: no schedule, number of microbatches or cut that was tried keeps the budget."""
     *start, parts = str(error).splitlines()
     return _ErrorText(placed, budget, error.need.most, "\n".join(start), values, said=parts.strip()).without_changes(trying)
 
 
 @dataclass(frozen=True)
 class _ErrorText:
-    """What is said beside what was tried. `holds`: of the program that holds least; `said`: what that is made of, where known."""
+    """Text of the error around the tried changes. `holds`: of the program that holds least; `said`: its components, where known."""
 
     placed: PlacedModel
     budget: int
@@ -109,7 +109,7 @@ class _ErrorText:
     said: str = ""
 
     def without_changes(self, trying: ChangeTrial | None) -> NothingFits:
-        """While nothing has been tried."""
+        """The error before changes are tried."""
         return self._error([], None, None if trying is None else lambda: self.with_changes(trying()))
 
     def with_changes(self, found: FittingChanges) -> NothingFits:
@@ -130,7 +130,7 @@ class _ErrorText:
 
 
 def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
-    """The cheapest change first."""
+    """Advice to the user, the cheapest change first."""
     yield from changes
     yield _budget_advice(least)
     yield f"about {rank_multiple(budget, least)} times the ranks, if they split what is held"
@@ -138,7 +138,7 @@ def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
 
 
 def rank_multiple(budget: int, least: float) -> int:
-    """How many times the ranks would do, if they split what is held."""
+    """How many times the ranks are needed, if they split all that is held."""
     return max(2, ceil(least / max(1, budget)))
 
 
@@ -148,5 +148,5 @@ def _budget_advice(size: float) -> str:
 
 
 def rounded_size_text(size: float) -> str:
-    """No less than so many bytes: `9.7GB`."""
+    """`size` rounded up: `9.7GB`."""
     return f"{ceil(size / 1e8) / 10:g}GB" if size >= 1e8 else str(ceil(size))

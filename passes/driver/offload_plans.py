@@ -1,12 +1,12 @@
 """Offload plans to try for a memory budget, where a rank may use memory of its host.
 
     nothing                  905 ms by the clock, of which recomputing takes 60
-    values                   891 ms, 2.2 GB there
-    and state                880 ms, 5.3 GB there                   taken: with room for values, less is recomputed
-    and parameters           902 ms, 6.4 GB there
+    values                   891 ms, 2.2 GB on the host
+    and state                880 ms, 5.3 GB on the host             taken: with room for values, less is recomputed
+    and parameters           902 ms, 6.4 GB on the host
 
-Of values that backward reads `passes/memory/recompute_within_budget.py` decides one by one; for state and parameters there are lines of a
-plan that nobody wrote. The clock says what is taken.
+Values that backward reads are decided one by one by `passes/memory/recompute_within_budget.py`; for state and parameters, lines are added
+to the plan. The clock decides between the programs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from meshc.plan.plan import Plan
 
 
 def is_worth_trying(left: LoweredProgram, seconds: float, held: int, budget: int) -> bool:
-    """Whether something might be gained: the budget is not kept, or keeping it takes time."""
+    """Whether offload may help: the budget is not kept, or recompute takes time."""
     return held > budget or chunk_counts.recompute_s(left) >= chunk_counts.LITTLE * seconds
 
 
 def offload_plans(left: LoweredProgram) -> Iterator[Plan]:
-    """The program's own; then with lines that it does not have yet, each with all of those before it."""
+    """The plan of `left`; then plans with `offload state` and `offload params` added, each line after the ones before it."""
     plan = left.plan
     yield plan
-    if left.request.optimizer is None or left.placed.choices is not None:  # a plan that was searched has its own text
+    if left.request.optimizer is None or left.placed.choices is not None:  # a searched plan has its own text
         return
     state = any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs)
     for what, there in ((STATE, state), (PARAMS, True)):

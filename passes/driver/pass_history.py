@@ -1,4 +1,4 @@
-"""Record of the passes of a candidate, replayed to the hook only for the candidate that is taken."""
+"""Record of the passes of a candidate, replayed to the hook if the candidate is taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshc.passes.phases.compiler_pass import Hook
 
 
 class PassHistory:
-    """Passes that have run, each with the phase that it left."""
+    """Passes that have run, each with the phase that it returned."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, CompilationPhase]] = []
@@ -26,7 +26,7 @@ class PassHistory:
         return other
 
     def before_pass(self, name: str) -> PassHistory:
-        """What was heard until a pass ran."""
+        """The passes before the pass `name`; all if it has not run."""
         other = PassHistory()
         other.steps = self.steps[: next((at for at, (heard, _) in enumerate(self.steps) if heard == name), None)]
         return other

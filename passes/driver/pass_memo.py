@@ -5,9 +5,9 @@
     remat "layer"             as before         recompute   offload .. memory
     chunks 8           annotate .. offload_state   recompute   offload .. memory
 
-Within a budget a program is lowered again and again, each time for a little less (`within_budget.py`); and so are changes that are tried
-where none keeps it (`budget_changes.py`): each as the closest program came, and then as it would be for the user. The last beginnings are
-remembered, as many as are asked for. Passes after them write into a copy.
+Within a budget a program is lowered repeatedly, each time with more bytes in reserve (`within_budget.py`). So are changes that are tried
+where no program keeps the budget (`budget_changes.py`): first with the recompute of the closest program, then as the user would compile
+them. The latest results are kept; later passes write into a copy.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 
 ASKED_LATER: Final = {"remat": None, "spare": 0}
-"""What of a request nobody reads before `recompute`, as it is where nobody says it."""
+"""Fields and options of a request that no pass before `recompute` reads, with their defaults."""
 OWN = ("request", "plan", "sizes", "seconds", "pins", "chunked", "assignment")
-"""What of a phase follows from its request, is of no consequence, or is made by the passes from `annotate` on."""
+"""Fields of a phase that follow from its request, do not matter here, or are set by passes from `annotate` on."""
 
 ALIKE: Final = (str, int, float, Plan, Options)
-"""What says all that it is as text."""
+"""Types that are compared by their text."""
 
 
 def run_before_recompute(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-    """From the plan on, all before `recompute`."""
+    """The passes from `annotate` to the last before `recompute`."""
     return run_passes(pipeline.GROWN, run_to_partition(placed, hook), hook)
 
 
 def run_to_partition(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-    """From the plan on, those of the layers that are captured."""
+    """The passes from `annotate` to `partition`, on the captured layers."""
     return run_pass(pipeline.PARTITION, run_passes(pipeline.PLACE, placed, hook), hook)
 
 
 @dataclass(frozen=True)
 class _MemoEntry:
-    """`placed`: what it began with, `left` what came of that, and `heard` what a hook is to hear of it."""
+    """`placed`: the input; `left`: the result; `heard`: the passes, for a hook."""
 
     placed: PlacedModel
     left: LoweredProgram
@@ -56,17 +56,17 @@ class _MemoEntry:
 
 @dataclass
 class PassMemo:
-    """`most`: how many beginnings are remembered."""
+    """`most`: number of results that are kept."""
 
     most: int = 1
     kept: list[_MemoEntry] = field(default_factory=list)
-    """What was asked for last comes first."""
+    """The most recently used comes first."""
 
     def run_before_recompute(self, placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-        """The same; of what was asked lately, what is there."""
+        """As the function of this name. The result is memoised; a copy of it is returned."""
         one = next((each for each in self.kept if _has_same_request(placed, each.placed)), None)
         if one is None:
-            del self.kept[self.most - 1 :]  # before the next is made
+            del self.kept[self.most - 1 :]  # frees memory before the next result
             heard = PassHistory()
             one = _MemoEntry(placed, run_before_recompute(placed, heard.hook), heard)
         self.kept = [one, *(each for each in self.kept if each is not one)]
@@ -77,7 +77,7 @@ class PassMemo:
 
 
 def _has_same_request(one: PlacedModel, other: PlacedModel) -> bool:
-    """Whether they begin alike: all but what is asked later is the same, or says the same."""
+    """Whether `one` and `other` agree in everything that passes before `recompute` read."""
     mine, others = ((each.request.having(**ASKED_LATER), each) for each in (one, other))
     asked = [each.name for each in fields(Request)]
     given = [each.name for each in fields(PlacedModel) if each.name not in OWN]

@@ -1,15 +1,15 @@
 """Passes after `partition` at another input size, replayed from a run on numbers that record their expressions.
 
-    seq 768    annotate .. partition, then   grow recompute .. memory   on numbers that remember how they were made
+    seq 768    annotate .. partition, then   grow recompute .. memory   on numbers that record their expressions
     seq 896    annotate .. partition, then   as at 768, with 896's numbers in: 6144 is 7168 now, 25600 is 29696, ...
 
-What `partition` leaves is of the layers that were captured, and takes the same time for any depth; what comes behind it goes through all
-layers. So it is followed once (`meshc/ir/trail.py`): at another size whatever the passes asked of a number is asked again, and where all
-answers are the same they have done the same, with other numbers. What is open in it is found by comparing with a second size, of which
-nothing behind `partition` is made.
+The result of `partition` is of the captured layers, and takes the same time for any depth; the passes after it work on all layers. So these
+are recorded once (`meshc/ir/trail.py`). At another size all comparisons that they made are made again; if all have the same outcome, the
+passes would do the same, with other numbers. Which numbers depend on the size is found by comparison with a second size, at which nothing
+after `partition` runs.
 
-It holds for a size at which `partition` leaves the same but for numbers, those numbers agree with what was open, and layers are equal as
-before (`passes/depth/grow.py`). Anything else goes through the passes as ever.
+A recording holds for a size at which the result of `partition` differs only in numbers, these agree with the open ones, and layers are as
+equal as before (`passes/depth/grow.py`). For any other size the passes run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from meshc.plan.plan import open_axes
 from meshc.program.program import Stage
 
 MOST: Final = 4
-"""Sizes that are followed, of one trace: of other structures (tiles that are even or not), or with other decisions."""
+"""Sizes that are recorded of one trace: with other structures (tiles that are even or not), or other decisions."""
 SIZES: Final = "sizes"
-"""What putting a size in is called among the passes, where seconds are told."""
+"""Name of the substitution among the passes in a list of seconds."""
 
 
 def may_replay(placed: PlacedModel) -> bool:
-    """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
+    """Whether the passes after `partition` depend on sizes only through its result."""
     request, plan = placed.request, placed.plan
     budget = request.options.budget is not None or request.options.host_room is not None
     lines = plan.kept or plan.offloads or open_axes(plan)
@@ -52,14 +52,14 @@ def may_replay(placed: PlacedModel) -> bool:
 
 
 class PassReplay:
-    """What was followed of one trace. `near`: what `partition` leaves at another size, near one; None where there is none to be had."""
+    """Recordings of one trace. `near`: returns the result of `partition` at a size near a given one; None if there is no such size."""
 
     def __init__(self, near: Callable[[LoweredProgram], LoweredProgram | None]) -> None:
         self.near = near
         self.followed: list[_RecordedPasses] = []
 
     def lower(self, partitioned: LoweredProgram, rest: Callable[[LoweredProgram], LoweredProgram]) -> LoweredProgram:
-        """What `rest`, the passes behind `partition`, would leave."""
+        """The result of `rest`, the passes after `partition`."""
         if partitioned.placed.chunked is not None:
             return rest(partitioned)
         apart = _separate_numbers(partitioned)
@@ -67,7 +67,7 @@ class PassReplay:
             with contextlib.suppress(TrailMismatch):
                 return one.at(partitioned, apart)
         if len(self.followed) < MOST:
-            with contextlib.suppress(TrailMismatch, MeshcError):  # run plainly they say what is wrong
+            with contextlib.suppress(TrailMismatch, MeshcError):  # run without recording, the passes raise the error
                 near = self.near(partitioned)
                 if near is not None:
                     one = _RecordedPasses(partitioned, apart, _separate_numbers(near), rest)
@@ -81,15 +81,15 @@ class PassReplay:
 
 class _RecordedPasses:
     """
-    apart   what was followed
-    open    of its numbers, which open number each is, if any
-    left    what the passes have left of it, with followed numbers
+    apart   the recorded result of `partition`
+    open    for each of its numbers the index of its open number; None if it is constant
+    left    the result of the passes, with tracked numbers
     """
 
     def __init__(
         self, partitioned: LoweredProgram, apart: NumberedSkeleton, near: NumberedSkeleton, rest: Callable[[LoweredProgram], LoweredProgram]
     ) -> None:
-        """Raises NotAlike."""
+        """Raises TrailMismatch."""
         self.apart, self.trail = apart, Trail()
         if apart.skeleton != near.skeleton:
             raise TrailMismatch("near sizes leave another program")
@@ -104,7 +104,7 @@ class _RecordedPasses:
         self.plain = {value for value, place in zip(apart.numbers, self.open, strict=True) if place is None}
 
     def at(self, partitioned: LoweredProgram, apart: NumberedSkeleton) -> LoweredProgram:
-        """What the passes would leave of what `partition` has left at another size. Raises NotAlike, or Unequal of layers."""
+        """The result of the passes for `partitioned`, at another size. Raises TrailMismatch, or Unequal if layers differ."""
         start = time.process_time()
         if apart.skeleton != self.apart.skeleton:
             raise TrailMismatch("partition leaves another program")
@@ -125,7 +125,7 @@ class _RecordedPasses:
 
 @dataclass(frozen=True)
 class NumberedSkeleton:
-    """What `partition` has left, in two: its numbers, in their order, and all else."""
+    """Result of `partition` in two parts: its numbers, in order, and everything else."""
 
     skeleton: object
     numbers: Sequence[Any]
@@ -148,7 +148,7 @@ def _separate_numbers(lowered: LoweredProgram) -> NumberedSkeleton:
 
 
 def _skeleton(value: Any, numbers: list[Any], known: Known) -> object:
-    """A value without its numbers, which are told in the order in which `_renumbered` meets them."""
+    """`value` without its numbers, which are appended to `numbers` in the order in which `_replace_numbers` visits them."""
     kind: Any = type(value)
     if kind is int or kind is float:
         numbers.append(value)
@@ -175,11 +175,11 @@ def _skeleton(value: Any, numbers: list[Any], known: Known) -> object:
 
 
 Known = dict[int, tuple[object, object, list[Any]]]
-"""By a record's number as an object: the record, which lives as long, its skeleton, and its numbers. Most shardings are many values'."""
+"""By id of a record: the record (kept alive so that ids stay unique), its skeleton, and its numbers. Many values share a sharding."""
 
 
 def _replace_numbers(value: Any, number: Callable[[Any], Any], among: Callable[[Any], bool]) -> Any:
-    """A value with other numbers; itself where it has none."""
+    """`value` with `number` applied to the parts that satisfy `among`; `value` itself if there are none."""
     if among(value):
         return number(value)
     if isinstance(value, str) or value is None:
@@ -204,12 +204,12 @@ def _is(one: object, other: object) -> bool:
 
 
 SIZES_IN: Final[dict[object, tuple[str, ...]]] = {Record: ("shape", "sharding")}
-"""Where a class has sizes, if not in all of its fields."""
+"""Fields with sizes, of classes that do not have them in all fields."""
 
 
 @cache
 def _fields(kind: Hashable) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Of a class of records the fields that may hold sizes, and the others; None of what holds no sizes."""
+    """Of a dataclass, the fields that may hold sizes, and the others; None for a type without sizes."""
     if kind is Source or not isinstance(kind, type) or not is_dataclass(kind):
         return None
     names = [each.name for each in fields(kind)]
@@ -226,7 +226,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _with_numbers(lowered: LoweredProgram, numbers: Iterator[Any]) -> LoweredProgram:
-    """What `partition` has left with other numbers, in the order in which `_apart` tells them."""
+    """`lowered`, the result of `partition`, with other numbers, in the order of `_separate_numbers`."""
 
     def renumber(value: Any) -> Any:
         return _replace_numbers(value, lambda _: next(numbers), _is_plain)
@@ -247,7 +247,7 @@ def _copy_graph(graph: Graph, put: Callable[[Any], Any]) -> Graph:
 
 
 class _ReplayTemplate:
-    """What passes have left, with followed numbers in it; `held`: where these are."""
+    """Result of the passes with tracked numbers. `args`, `records`: nodes with tracked numbers in their arguments or records."""
 
     def __init__(self, left: LoweredProgram) -> None:
         self.left = left
@@ -257,7 +257,7 @@ class _ReplayTemplate:
         self.records = {node for node in nodes if _has_followed_number(node.meta[KEY])}
 
     def at(self, steps: Sequence[Any]) -> dict[str, Any]:
-        """Its fields, with the values of these steps."""
+        """The fields of the result, with the values of `steps`."""
         put = _NumberSubstitution(steps)
         stages = {name: self._stage(stage, put) for name, stage in self.left.stages.items()}
         backward = None if self.left.backward is None else self._stage(self.left.backward, put)
@@ -279,7 +279,7 @@ class _ReplayTemplate:
 
 
 class _NumberSubstitution:
-    """Values of steps in the place of followed numbers. Most shapes and shardings are many values'."""
+    """Substitution of values for tracked numbers. Memoised, as many values share a shape or a sharding."""
 
     def __init__(self, steps: Sequence[Any]) -> None:
         self.steps = steps
@@ -289,17 +289,17 @@ class _NumberSubstitution:
         return self.steps[followed.place]
 
     def record(self, held: Any) -> Any:
-        """A record, or a port."""
+        """A record or a port with values in place of tracked numbers."""
         return like(held, shape=self._other(held.shape), sharding=self._other(held.sharding))
 
     def _other(self, value: Any) -> Any:
-        if id(value) not in self._known:  # what is put into is there as long as this is
+        if id(value) not in self._known:  # the template keeps `value` alive, so ids stay unique
             self._known[id(value)] = _replace_numbers(value, self.number, is_tracked)
         return self._known[id(value)]
 
 
 def _has_followed_number(value: Any) -> bool:
-    """Whether there is a followed number in it."""
+    """Whether `value` contains a tracked number."""
     found: list[Any] = []
     _replace_numbers(value, found.append, is_tracked)
     return bool(found)

@@ -5,15 +5,15 @@
     4             yes            zb_h1     7           1.3 ms        7.9 MB    taken
     8             yes            zb_v      3, 7, 11    1.4 ms        7.6 MB    slower than what is taken
 
-A candidate is a number of microbatches, whether stored parameters are gathered once a call, a schedule, and where to cut. Its cost is the
-seconds that a call's microbatches are predicted to take; the budget is what a rank may hold. For each number of microbatches the candidates
-come in the order in which they are expected to be better (schedules over stages of equal time, the one that is estimated to be fastest
-first; stages that hold less and take longer; all of that with parameters gathered more often), and the first that fits stands for
-the number. Of these the fastest is taken. A candidate that cannot be, or does not fit, is an entry of the table with the reason.
+A candidate is a number of microbatches, whether stored parameters are gathered once a call, a schedule, and cuts. Its cost is the predicted
+seconds of a call's microbatches; the budget is what a rank may hold. For each number of microbatches the candidates come in the order in
+which they are expected to be better: schedules over stages of equal time, the one with the fastest estimate first; then stages that hold
+less and take longer; then all of these with parameters gathered more often. The first that fits stands for the number, and the fastest of
+these is taken. A candidate that is impossible, or does not fit, is an entry of the table with the reason.
 
-One number of microbatches is lowered, and the others are priced by it: their microbatches are the same but for their rows. The next to be
-lowered is always the one whose best estimate is least, until all that are left are estimated to be MARGIN slower than what fits. What is
-not lowered, and schedules that are not cut, are entries of the table with their estimates.
+One number of microbatches is lowered, and the others are estimated from it: their microbatches differ only in rows. The number with the
+least estimate is lowered next, until all others are estimated to be slower than the best program that fits by MARGIN. Numbers that are not
+lowered, and schedules that are not cut, are entries of the table with their estimates.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ Answer = TypeVar("Answer")
 SLOWER: Final = "slower than what is taken"
 
 MARGIN: Final = 0.05
-"""How much slower a number of microbatches may be estimated to be than what is known to fit, and be lowered all the same: its
-cuts have not been moved yet."""
+"""How much slower than the best program that fits a number of microbatches may be estimated to be, and still be lowered: its cuts have not
+been refined yet."""
 
 RECOMPUTED: Final = 3
-"""Of a number of microbatches the shapes of which values are recomputed."""
+"""Shapes for which values are recomputed, of one number of microbatches."""
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
-"""Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
-fill the pipeline better and cost more launches and messages."""
+"""Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. A larger number
+fills the pipeline better, and costs more launches and messages."""
 
 
 def settle_microbatches(request: Request) -> Request:
-    """With the number of microbatches that follows from the rest of the request, where one does."""
+    """`request` with its number of microbatches, where the user's schedule determines it."""
     if isinstance(schedule := request.options.pipeline.schedule, str) and ":" in schedule:
         return replace(request, microbatches=parse(schedule, ()).microbatches)
     return request
 
 
 def has_choice(request: Request) -> bool:
-    """Whether there is anything to search: the number of microbatches, or what fits."""
+    """Whether there is a choice: the number of microbatches is open, or ranks have a budget."""
     return request.mesh.pipeline_axis is not None and (request.microbatches is None or budgets_of(request) is not None)
 
 
 def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
-    """What `stages` leaves, of what `factorize` left. `hook` is told of the passes that led there, in their order.
+    """The cut program of the best candidate, from the result of `factorize`. `hook` hears of the passes that led there, in their order.
 
-    Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be; Beaten if nothing is estimated to be as fast as what
-    is known.
+    Raises DoesNotFit if no candidate keeps the budget, the first candidate's error if all are impossible, and NoFasterPlan if all are
+    estimated to be slower than the known plan.
     """
     start = time.process_time()
     request = placed.request
@@ -108,23 +108,23 @@ def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
 
 
 def may_recompute(request: Request) -> bool:
-    """Whether values are recomputed to keep the budget: one that the user said, without a policy."""
+    """Whether values are recomputed to keep the budget: only for a budget that the user gave, without a policy."""
     return request.options.remat is None and request.grad and request.options.budget is not None
 
 
 def _search_by_policy(placed: PlacedModel, hook: Hook | None, need: MemoryNeed) -> LoweredProgram:
-    """What is tried last: cuts follow from what a policy recomputes, and may be others. Raises DoesNotFit."""
+    """The last attempt: the search under a recompute policy, which may lead to other cuts. Raises DoesNotFit."""
     request = placed.request
     try:
         return search_pipeline(placed.restart_for_request(request.having(remat=LAST)), hook).with_notes(BY_LAST)
     except DoesNotFit as error:
-        if request.double:  # it is compared with the model, and runs on no rank
+        if request.double:  # this program is compared with the model, and runs on no rank
             return search_pipeline(placed.restart_for_request(request.having(memory_budget=None)), hook)
         raise DoesNotFit(least_need([need, error.need]), request) from None
 
 
 def _counts(placed: PlacedModel) -> list[int]:
-    """Numbers of microbatches to try: what is said, or those that divide the batch."""
+    """Numbers of microbatches to try: the user's, or those of TIMES_RANKS that divide the batch."""
     axis, request = placed.mesh.pipeline_axis, placed.request
     assert axis is not None
     if request.microbatches is not None:
@@ -138,15 +138,15 @@ def _batches(placed: PlacedModel) -> set[int]:
 
 
 def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
-    """The number to be lowered first, of several: the one that would be fastest if the model fell into equal stages without messages, each
-    rank did its share of the arithmetic, and operators took their launch however little they did."""
+    """The number of microbatches to lower first, of several: the fastest if stages were equal and sent no messages, each rank did its share
+    of the arithmetic, and operators took their launch time whatever their size."""
     axis, device = placed.mesh.pipeline_axis, devices_of(placed.mesh).slowest()
     assert axis is not None
     prices = [price(node, device) for node in calls(placed.graph) if records(node)[0].phase != "update"]
     launched_s = sum(one.launch_s for one in prices)
     work_s = axis.size * (sum(one.seconds() for one in prices) - launched_s) / len(placed.mesh.ranks)
     split = prod(one.size for one in placed.mesh.axes if role(one.name) in DATA_ROLES)
-    rows = max(1, min(_batches(placed), default=1) // split)  # of a rank: with more microbatches the rest of each is padding
+    rows = max(1, min(_batches(placed), default=1) // split)  # of a rank: further microbatches would hold padding
     return min((n for n in counts if n > 1), key=lambda n: (n + axis.size - 1) * (work_s / min(n, rows) + launched_s))
 
 
@@ -170,7 +170,7 @@ PipelineAnswer: TypeAlias = FittingCandidate | Refusal | None
 
 @dataclass(frozen=True)
 class CountEstimate:
-    """What a number of microbatches that has not been lowered would come to. `shapes`: None if nothing is known of it."""
+    """Estimated candidates of a number of microbatches that has not been lowered. `shapes`: None if nothing is known of them."""
 
     gathered: bool
     shapes: PipelineShapes | Refusal | None
@@ -201,11 +201,11 @@ def refused_candidates(shapes: PipelineShapes, count: int, once: bool) -> list[P
 @dataclass
 class PipelineSearch:
     """
-    budgets  bytes that each rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
-    beaten_s  seconds of a plan elsewhere: what is estimated to be slower is not cut
-    tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
-    _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
-    _step     what `recompute` left of the one that came last
+    budgets   bytes that each rank may hold; None: no limit, so that the first candidate of a number of microbatches stands for it
+    beaten_s  seconds of a known plan: candidates with a slower estimate are not cut
+    tried     candidates so far, in order;  needs  memory of those that do not fit;  last  the passes of the latest candidate
+    _lowered  the first number of microbatches that could be lowered, from which the others are estimated;  _asked  that number
+    _step     what `recompute` left for the latest candidate
     """
 
     placed: PlacedModel
@@ -219,7 +219,7 @@ class PipelineSearch:
     _step: LoweredProgram | None = None
 
     def search_counts(self, counts: list[int]) -> dict[int, PipelineAnswer]:
-        """What came of the numbers of microbatches that have been lowered."""
+        """The answer of each number of microbatches that was lowered."""
         first = counts[0] if len(counts) == 1 else _likely_count(self.placed, counts)
         answers = {first: self.of_count(first, self.beaten_s)}
         left, by = set(counts) - {first}, self._lowered
@@ -238,12 +238,12 @@ class PipelineSearch:
         return answers
 
     def _is_one(self) -> bool:
-        """Whether no rank has rows to take apart, so that any number of microbatches comes to the same program."""
+        """Whether no rank has rows to split, so that any number of microbatches gives the same program."""
         return self._lowered is not None and self._lowered.lowered.request.count != self._asked
 
     def _estimates(self, counts: list[int]) -> dict[int, CountEstimate]:
-        """By what has been lowered; where nothing has, or it says that a number cannot be, that is for the passes to say. So it is where
-        only one microbatch has: it does not say whether the batch may be taken apart."""
+        """An estimate for each of `counts`, from the lowered program; unknown where nothing has been lowered, or only one microbatch, which
+        does not show whether the batch can be split. The passes then decide whether a number is possible."""
         found = {}
         for count in counts:
             request = replace(self.placed.request, microbatches=count)
@@ -252,7 +252,7 @@ class PipelineSearch:
         return found
 
     def of_count(self, count: int, bound: float = inf) -> PipelineAnswer:
-        """The best candidate with so many microbatches that fits; None if none does that is faster than `bound`."""
+        """The best candidate with `count` microbatches that fits; None if none that is faster than `bound` does."""
         request = replace(self.placed.request, microbatches=count)
         for once in dict.fromkeys((request.gather_once, False)):
             self.last = PassHistory()
@@ -263,7 +263,7 @@ class PipelineSearch:
                 self._lowered, self._asked = uncut, count
             answer = self._best_of_shapes(uncut, bound)
             if answer is not None or not uncut.gathered or uncut.shapes.can[0][1] >= bound:
-                return answer  # gathered more often they take longer
+                return answer  # gathering more often takes longer
         return None
 
     def _uncut(self, request: Request) -> UncutProgram:
@@ -277,8 +277,8 @@ class PipelineSearch:
         return uncut
 
     def _best_of_shapes(self, uncut: UncutProgram, bound: float) -> PipelineAnswer:
-        """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less. What is estimated to
-        be faster than what fits is cut as well."""
+        """The best of the schedules over stages of equal time; if none fits, of stages that hold less, unless the user has set the cuts. A
+        candidate with a faster estimate than the best one is cut as well."""
         large: list[tuple[PipelineShape, MemoryNeed]] = []
         best: FittingCandidate | None = None
 
@@ -287,7 +287,7 @@ class PipelineSearch:
             if best is not None or self.budgets is None or uncut.lowered.request.options.pipeline.splits:
                 return
             seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
-            for shape, need in large:  # which grows by those that hold more than they were estimated to
+            for shape, need in large:  # grows while it is read, by candidates that hold more than estimated
                 for within in uncut.shapes_within_budget(shape, need.most.total, self.budgets[need.most.rank]) if len(seen) < most else ():
                     if (within.name, within.cuts) not in seen:
                         seen.add((within.name, within.cuts))
@@ -299,7 +299,7 @@ class PipelineSearch:
                 continue
             answer = self._cut_candidate(uncut, shape, self.last.copy())
             if isinstance(answer, Refusal) and best is None and not large:
-                return answer  # what comes first and cannot be is no matter of memory
+                return answer  # the first candidate is refused for another reason than memory
             if isinstance(answer, MemoryNeed):
                 large.append((shape, answer))
             elif isinstance(answer, FittingCandidate):
@@ -309,7 +309,7 @@ class PipelineSearch:
     def _best_recomputed(
         self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: FittingCandidate | None
     ) -> FittingCandidate | None:
-        """The fastest of what holds too much, and what holds least of it, with values recomputed, unless it is slower in any case."""
+        """The best of `best` and, with values recomputed, the fastest and the smallest of the shapes in `large`, which hold too much."""
         assert self._step is not None and self.budgets is not None
         recomputing = StageRecomputation(self._step, uncut, self.last, min(self.budgets), self._cut_candidate)
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
@@ -323,8 +323,8 @@ class PipelineSearch:
     def _cut_candidate(
         self, uncut: UncutProgram, shape: PipelineShape, heard: PassHistory, again: int = 0
     ) -> FittingCandidate | Refusal | MemoryNeed:
-        """One candidate: cut, predicted, held against the budget. `heard`: the passes that led to it; `again`: how many values it makes
-        again."""
+        """The result of one candidate: cut, its seconds predicted, its bytes compared with the budget. `heard`: the passes that led to it;
+        `again`: number of values that it recomputes."""
         request = uncut.lowered.request
         tried = PipelineCandidate(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
         stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
@@ -345,7 +345,7 @@ class PipelineSearch:
 
 
 def predicted_s(lowered: LoweredProgram) -> float:
-    """Seconds of a call's microbatches."""
+    """Predicted seconds of a call's microbatches."""
     pipelined = lowered.pipeline
     assert pipelined is not None
     return simulate(pipelined.schedule, costs_of(pipelined, lowered.stages, lowered.mesh)).makespan_s

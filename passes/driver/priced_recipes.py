@@ -3,7 +3,7 @@
     ddp over dp, tp    172.4 ms by the model    158.0 ms on its clock    39.1 GB
     ddp+megatron       236.0 ms                 221.4 ms                 38.1 GB
 
-Only where every axis is open have they a price: what is given for others would do otherwise beside each.
+Recipes have a price only if every axis is open: entries given for other axes would decide differently with each recipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshc.plan.recipes import by_role
 
 @dataclass(frozen=True)
 class PricedRecipe:
-    """Recipes for the open axes, `own` of their roles. By the model: seconds, those on a clock, and bytes; `options` of all decisions."""
+    """Recipes for the open axes. `own`: each is its axis's default; by the model: seconds, seconds with overlap, bytes, and options."""
 
     name: str
     plan: Plan
@@ -49,7 +49,7 @@ def with_plan(placed: PlacedModel, plan: Plan) -> PlacedModel:
 
 
 def recipes_for(placed: PlacedModel, axes: Sequence[str]) -> Iterator[PricedRecipe]:
-    """Those that the axes may take, beside what is given for others."""
+    """The combinations of recipes that the open axes may take, with the entries of the other axes."""
     given = {entry.axis: entry for entry in placed.plan.axes}
     for name, entries in combinations(axes, step=bool(placed.joint.updates), local=placed.request.inputs == "local"):
         said = {**given, **{entry.axis: entry for entry in entries}}
@@ -57,7 +57,7 @@ def recipes_for(placed: PlacedModel, axes: Sequence[str]) -> Iterator[PricedReci
 
 
 def propagate_recipes(placed: PlacedModel, axes: Sequence[str], recipes: Iterable[PricedRecipe]) -> dict[str, Assignment]:
-    """What each decides, of those that can be and have a price."""
+    """The assignment of each recipe that is possible and has a price, by name."""
     if set(axes) != set(searched_axes(placed)):
         return {}
     found = {one.name: attempt(partial(run_passes, pipeline.PLACE[:2], with_plan(placed, one.plan))) for one in recipes}
@@ -65,7 +65,7 @@ def propagate_recipes(placed: PlacedModel, axes: Sequence[str], recipes: Iterabl
 
 
 def price_recipes(search: PlanSearch, recipes: Iterable[PricedRecipe], decided: Mapping[str, Assignment]) -> list[PricedRecipe]:
-    """The fastest on a clock first; those without a price last. `search` knows of what they decide."""
+    """`recipes` with their prices, the fastest with overlap first, those without a price last. `search` must know the assignments."""
     found = []
     for recipe in recipes:
         if recipe.name in decided:

@@ -1,11 +1,11 @@
-"""Stages of a pipeline that recompute values in backward, where ranks would hold more than they may.
+"""Pipeline stages that recompute values in backward, on ranks that would exceed their memory budget.
 
-    cuts 3, 7    rank 0 holds 9.1 MB of 8:   1.1 MB less is kept there: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
-    cuts 2, 7    now that rank 0 has more to do:                                      1.2 MB less: 7.8 MB, 1.24 ms
+    cuts 3, 7    rank 0 holds 9.1 MB of 8:       saves 1.1 MB less: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
+    cuts 2, 7    as rank 0 has more to do now:                                    1.2 MB less: 7.8 MB, 1.24 ms
 
-What is kept less is what a rank held too much (`passes/memory/stage_trades.py`). What is recomputed lies in memory too, so what comes
-of it is walked, and less is kept; the last time as little as can be. Recomputing takes time, of some ranks more than of others: where
-other cuts are then better, it is done anew for these.
+A rank saves less for backward by the bytes that it exceeds the budget (`passes/memory/stage_trades.py`). Recomputed values take memory too,
+so the bytes are predicted again, and less is saved in each round; in the last one as little as possible. Recompute takes time, on some
+ranks more than on others: where other cuts are faster then, the same is done for these.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Fitting = TypeVar("Fitting")
 @dataclass
 class StageRecomputation(Generic[Fitting]):
     """
-    step    as `recompute` left it, of which `uncut` is the microbatches;  heard  the passes that led there
+    step    as `recompute` left it, from which `uncut` has the microbatches;  heard  the passes that led there
     budget  bytes of a rank
-    judged  what comes of a shape, and how many values are recomputed for it
+    judged  returns the result of a shape, given the number of values recomputed for it
     """
 
     step: LoweredProgram
@@ -46,7 +46,7 @@ class StageRecomputation(Generic[Fitting]):
     judged: Callable[[UncutProgram, PipelineShape, PassHistory, int], Fitting | Refusal | MemoryNeed]
 
     def best(self, shape: PipelineShape, need: MemoryNeed) -> list[Fitting]:
-        """What fits of a shape that needs too much; and of the cuts that are then better, if there are others."""
+        """Programs that fit of `shape`, which needs too much, and of its cuts that are faster with recompute, if there are others."""
         found, left = self._of(shape, need)
         if isinstance(found, Refusal | MemoryNeed):
             return []
@@ -58,7 +58,7 @@ class StageRecomputation(Generic[Fitting]):
         return [found, *([] if isinstance(again, Refusal | MemoryNeed) else [again])]
 
     def _of(self, shape: PipelineShape, need: MemoryNeed) -> tuple[Fitting | Refusal | MemoryNeed, UncutProgram]:
-        """The first answer that is no Need, or that of the last round."""
+        """The first answer that is no MemoryNeed, or the answer of the last round; and the program that was cut."""
         stages = StageTrades(self.step, self.uncut.places(shape), settled_values(self.step))
         kept, fewest = stages.most, stages.least
         most: dict[int, int] = {}

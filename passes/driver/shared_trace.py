@@ -1,14 +1,14 @@
 """Compilations of one model at several input sizes: from the third on, passes start from one trace with open sizes.
 
     batch 8, seq 32    traced and compiled
-    batch 8, seq 48    likewise: many a loop has two sizes, that of the last batch is another
+    batch 8, seq 48    likewise: many loops have two sizes, that of the last batch is another
     batch 8, seq 64    seq differs: traced with seq open; 64 put in, and compiled from there
     batch 8, seq 96    96 put in, and compiled from there
     batch 3, seq 96    batch differs too: traced with both open; ...
 
-Tracing is most of the time of a compilation, and what comes behind it is as for a trace of these sizes, so each program is the one that
-compiling it by itself gives. That the trace holds for a size is torch's to say (`passes/trace/put_sizes.py`), and that layers which were
-left out of it are equal is proved anew for each size. What it does not hold for is compiled by itself.
+Tracing takes most of the time of a compilation. The passes after it run as for a trace at the actual sizes, so each program equals the one
+that is compiled by itself. Whether the trace holds for a size is decided by torch's guards (`passes/trace/put_sizes.py`); that layers left
+out of it are equal is proved for each size. Sizes for which it does not hold are compiled by themselves.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ else:
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of each tensor that a call passes."""
 FROM: Final = 3
-"""A trace with sizes open takes twice as long as one without: sizes share one from the third on."""
+"""A trace with open sizes takes twice as long as one without, so it begins with the third size."""
 APART: Final = (8, 2, 1)
-"""Times the ranks that near sizes lie apart, the first that the model takes: tiles of tiles are even in both, or in neither."""
+"""Distance of a near size, in multiples of the number of ranks; the first at which the model can be traced: tiles of tiles are even at both
+sizes, or at neither."""
 MOST: Final = 64
-"""Calls that are looked at for which sizes are equal; what differs later has differed by then."""
+"""Calls that are compared to find the dims that differ; a dim that differs later has differed by then."""
 
 
 class SharedTraceCompiler:
-    """The compilations of one program, which differ in sizes or in more."""
+    """Compiler of the calls of one program, which may differ in sizes or otherwise."""
 
     def __init__(self) -> None:
         self._forms: list[_RequestFamily] = []
@@ -71,7 +72,7 @@ class SharedTraceCompiler:
             self._forms.append(form := _RequestFamily(request))
         traced = form.trace_at(request, shapes)
         if traced is not None:
-            with contextlib.suppress(MeshcError):  # compiled by itself it says what is wrong, with its own lines
+            with contextlib.suppress(MeshcError):  # compiled by itself, the call gets its error with its own lines
                 found = compile_traced(traced, hook, form.following)
                 if found is not None:
                     return found
@@ -79,22 +80,22 @@ class SharedTraceCompiler:
 
 
 class _RequestFamily:
-    """Requests that are the same but for sizes of their inputs."""
+    """Requests that differ only in sizes of their inputs."""
 
     def __init__(self, request: Request) -> None:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
         self._open: tuple[DynamicDims, TracedModel] | None = None
         self.following: pass_replay.PassReplay | None = None
-        """Of that trace."""
+        """Replay of the passes after that trace."""
         self._refused: DynamicDims | None = None
-        """Dims with which the model could not be traced: it is not tried at each size."""
+        """Dims with which the model could not be traced; not tried again at each size."""
 
     def is_of(self, request: Request) -> bool:
         return self._leaves == _leaves(request) and self._like == _without_inputs(request)
 
     def trace_at(self, request: Request, shapes: Shapes) -> TracedModel | None:
-        """The trace at these sizes; None where there is none."""
+        """The trace at the sizes of `request`; None where there is none."""
         if shapes not in self._seen and len(self._seen) < MOST:
             self._seen.append(shapes)
         if len(self._seen) < FROM:
@@ -122,7 +123,7 @@ class _RequestFamily:
 
 
 def _partition_nearby(dims: DynamicDims, traced: TracedModel, left: LoweredProgram) -> LoweredProgram | None:
-    """What `partition` would leave at sizes near those of which it has left something, which split as evenly; None if it is nothing."""
+    """The result of `partition` at sizes near those of `left`, at which dims split as evenly; None if there is no such size."""
     request = left.request
     sizes = dims.sizes(_shapes(request))
     ranks = prod(axis.size for axis in request.mesh.axes)
@@ -135,7 +136,7 @@ def _partition_nearby(dims: DynamicDims, traced: TracedModel, left: LoweredProgr
 
 
 def _with_sizes(request: Request, dims: DynamicDims, sizes: Mapping[str, int]) -> Request:
-    """A request of inputs with other sizes, which have no values."""
+    """`request` with inputs of other sizes, without values."""
 
     def resize(name: str, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
@@ -150,20 +151,20 @@ def _with_sizes(request: Request, dims: DynamicDims, sizes: Mapping[str, int]) -
 
 
 def _may_share(request: Request) -> bool:
-    """Whether its sizes may be left open: not where the caller leaves some open, where the trace is of a part of the batch or counts its
-    tokens, and not where the passes are to be seen at work."""
+    """Whether the sizes of `request` may be left open: not if the user leaves some open, if the trace is of a part of the batch or counts
+    tokens, or if dumps or verification show the passes."""
     watched = environment.dump_folder() is not None or environment.verifying()
     counts = request.options.experts.bound is not None or request.options.experts.capacity is not None
     return not (watched or counts or request.dynamic or mean_of_parts.means(request) or LENGTH in request.kwargs)
 
 
 def _without_inputs(request: Request) -> Request:
-    """What a trace depends on beside them; not the optimizer, nor what is stored where."""
+    """The fields of `request` that a trace depends on, without inputs; the optimizer and storage are no part of them."""
     return replace(request, args=(), kwargs={}, optimizer=None, fixed={}, offloaded=frozenset(), owners={})
 
 
 def _leaves(request: Request) -> tuple[object, ...]:
-    """What must be the same of inputs: their structure, and all but the sizes of tensors."""
+    """The properties of inputs that must be equal: their structure, and everything but the sizes of tensors."""
     leaves, spec = trees.flatten((request.args, dict(request.kwargs)))
     told = [("tensor", leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return (spec, *told)
@@ -176,7 +177,8 @@ def _shapes(request: Request) -> Shapes:
 
 
 def _differing_dims(seen: Sequence[Shapes]) -> DynamicDims:
-    """The dims that calls differ in; those that were equal in all calls have one size. A dim of size 1 is none of them: it broadcasts."""
+    """The dims that differ between calls; dims that are equal to each other in all calls share a name. A dim of size 1 stays: it
+    broadcasts."""
     named: dict[tuple[int, ...], str] = {}
     dims: dict[str, dict[int, str]] = {}
     usual = [call for call in seen if not any(1 in shape for _, shape in call)] or seen

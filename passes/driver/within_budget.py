@@ -1,14 +1,14 @@
 """Program within a memory budget: rounds of recomputing, chunks of the head, and offload; the clock decides.
 
-What backward recomputes is settled early (`passes/memory/recompute_within_budget.py`), on the graph of all layers, or with the stages
-of a pipeline (`pipeline_search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds
-too much the next round leaves to them.
+Recompute is settled early (`passes/memory/recompute_within_budget.py`), on the graph of all layers, or with the stages of a pipeline
+(`pipeline_search.py`); later passes add copies of their own (buckets, prefetch windows). Bytes by which the program then exceeds the budget
+are reserved for them in the next round.
 
     the head whole   1905 ms by the clock    23.0 GB of 24
-    in 8 chunks      1830 ms                 24.0 GB          taken: with fewer logits at once more is kept
+    in 8 chunks      1830 ms                 24.0 GB          taken: smaller logits leave room for more saved values
 
-What keeping the budget takes may be less where the head and loss run in chunks of their tokens (`chunk_counts.py`), and where optimizer
-state and parameters lie on the host, if a rank may use it (`offload_plans.py`). The clock says.
+A program within the budget may be faster if the head and loss run in chunks of their tokens (`chunk_counts.py`), or if optimizer state and
+parameters are kept on the host, where a rank may use it (`offload_plans.py`). The clock decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit, memory_need
 
 ROUNDS: Final = 3
 LAST: Final = "layer"
-"""The policy that is tried after them: of small models it holds less, since nothing of the loss is recomputed."""
+"""The policy that is tried after all rounds: small models hold less under it, since nothing of the loss is recomputed."""
 
 BY_LAST: Final = f"memory: to hold no more than it may, backward recomputes what Options(remat={LAST!r}) says"
 
@@ -46,14 +46,15 @@ ON_HOST: Final = "memory: to hold no more than it may, a rank has on its host wh
 BY_RINGS: Final = "memory: to hold no more than it may, keys pass round where gathering them would be faster"
 
 Lower = Callable[[PlacedModel, Hook | None], LoweredProgram]
-"""All passes from the plan on."""
+"""All passes after `factorize`."""
 
 
 @dataclass(frozen=True)
 class _MeasuredProgram:
     """
-    held   bytes of the rank that needs most;  left  what holds them
-    heard  what a hook is to hear of the passes that led there
+    held   bytes of the rank that needs most
+    left   the program
+    heard  the passes that led to it, for a hook
     """
 
     held: int
@@ -64,21 +65,21 @@ class _MeasuredProgram:
         return replace(self, left=self.left.with_notes(*notes))
 
     def chunk_trial(self, count: int, budget: int) -> chunk_counts.ChunkTrial:
-        """What has come of so many chunks."""
+        """The trial of `count` chunks that this program is the result of."""
         return chunk_counts.ChunkTrial(
             count, budget - self.held, self.seconds, chunk_counts.recompute_s(self.left), chunk_counts.has_too_large_candidates(self.left)
         )
 
     @cached_property
     def seconds(self) -> float:
-        """Of a call, by the clock of the mesh's device."""
+        """Seconds of a call, by the clock of the mesh's device."""
         program = self.left.as_program()
         return program_seconds(program).total
 
 
 def lower_within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) -> LoweredProgram:
-    """Where there is something to choose for it, what `lower` leaves that keeps the budget and is fastest by the clock; where nothing does,
-    what holds least. `hook` hears of the passes that led there."""
+    """The fastest program by the clock that keeps the budget, or else the one that holds least, of several runs of `lower`; the result of
+    one run where there is no budget, or a policy says what is recomputed. `hook` hears of the passes that led to the result."""
     room = host_budget_of(placed.request)
     request = placed.request.having(host_budget=None)
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
@@ -95,7 +96,7 @@ def lower_within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) ->
 
 
 def _best_with_rings(placed: PlacedModel, request: Request, best: _MeasuredProgram, budget: int, lower: Lower) -> _MeasuredProgram:
-    """What holds less where keys pass round, if the best holds too much with some gathered."""
+    """`best`; or, if it exceeds the budget with gathered keys, the program with ring attention, where that holds less."""
     if best.held <= budget or not best.left.placed.require_assignment().gathered:
         return best
     passing = attempt(lambda: _best_chunking(placed, request.having(attention="ring"), budget, lower))
@@ -103,7 +104,7 @@ def _best_with_rings(placed: PlacedModel, request: Request, best: _MeasuredProgr
 
 
 def _best_on_host(placed: PlacedModel, best: _MeasuredProgram, budget: int, room: int, lower: Lower) -> _MeasuredProgram:
-    """The best with values on the host too, with state, or with parameters. Raises PlanError if what the plan says alone has no room."""
+    """The best of `best` and programs of offload plans. Raises PlanError if what the user's plan offloads exceeds `room` bytes."""
     there = peak_memory.peak_rank(best.left.as_program()).host
     if there > room:
         raise PlanError(
@@ -125,8 +126,8 @@ def _best_on_host(placed: PlacedModel, best: _MeasuredProgram, budget: int, room
 def _best_only_on_host(
     placed: PlacedModel, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower
 ) -> _MeasuredProgram:
-    """The best with state or parameters on the host, of a pipeline of which without them nothing keeps the budget: that is `error`, which
-    is raised where there is none."""
+    """The best program of a pipeline with state or parameters on the host, where none fits without. Raises `error`, the refusal without
+    them, if there is none."""
     if room is None or not isinstance(error, DoesNotFit) or error.need.cut is None:
         raise error
     best: _MeasuredProgram | None = None
@@ -140,7 +141,7 @@ def _best_only_on_host(
 def _try_offload_plans(
     placed: PlacedModel, left: LoweredProgram, request: Request, budget: int, room: int, lower: Lower
 ) -> Iterator[_MeasuredProgram]:
-    """What comes of what may lie on the host beside, as far as there is room for it. `left`: what its own plan has led to."""
+    """Programs of offload plans that keep at most `room` bytes on the host. `left`: the program of the plan without further lines."""
     for plan in offload_plans.offload_plans(left):
         found = attempt(partial(_lower_in_rounds, placed, replace(request, plan=plan), budget, lower))
         if isinstance(found, _MeasuredProgram) and peak_memory.peak_rank(found.left.as_program()).host <= room:
@@ -149,7 +150,7 @@ def _try_offload_plans(
 
 
 def _best_chunking(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _MeasuredProgram:
-    """The best with the head whole, or in any number of chunks that is worth a try."""
+    """The best program with the head whole or in some number of chunks."""
     whole = attempt(lambda: _lower_in_rounds(placed, request, budget, lower))
     if isinstance(whole, Refusal) and not isinstance(whole.error, DoesNotFit):
         raise whole.error
@@ -158,7 +159,7 @@ def _best_chunking(placed: PlacedModel, request: Request, budget: int, lower: Lo
     first = None if kept is None or not size else kept.chunk_trial(count, budget)
     while size and (more := _next_chunk_count(count, kept, first, size, budget)) is not None:
         asked = replace(request, chunks=more)
-        if kept is not None and kept.held <= budget:  # of a pipeline the search for other numbers of microbatches is not done again
+        if kept is not None and kept.held <= budget:  # the numbers of microbatches of a pipeline are not searched again
             asked = replace(asked, microbatches=kept.left.request.microbatches)
         found = attempt(partial(_lower_in_rounds, placed, asked, budget, lower))
         if isinstance(found, Refusal) and not isinstance(found.error, DoesNotFit):
@@ -176,7 +177,7 @@ def _best_chunking(placed: PlacedModel, request: Request, budget: int, lower: Lo
 def _next_chunk_count(
     count: int, kept: _MeasuredProgram | None, first: chunk_counts.ChunkTrial | None, size: int, budget: int
 ) -> int | None:
-    """The number of chunks to try after `count` of them, of which `kept` has come."""
+    """The number of chunks to try after `count`, with `kept` as its program; None: no more."""
     if kept is None:
         return chunk_counts.next_count(count)
     if kept.held > budget:
@@ -191,13 +192,13 @@ def _is_better(one: _MeasuredProgram, other: _MeasuredProgram, budget: int) -> b
 
 
 def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _MeasuredProgram:
-    """What keeps the budget, or else holds least."""
+    """The program that keeps the budget, or else holds least, of several rounds, each with more bytes in reserve."""
     pipelined = request.mesh.pipeline_axis is not None
     spare, enough = 0, True
     best: _MeasuredProgram | None = None
     for last in (False,) * ROUNDS + (() if pipelined else (True,)):
         if not (enough or last):
-            continue  # as little is kept as can be
+            continue  # everything that can be is recomputed already
         heard = PassHistory() if last else _HistoryWithBytes()
         asked = request.having(remat=LAST) if last else replace(request, spare=spare)
         try:
@@ -205,7 +206,7 @@ def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: 
         except DoesNotFit:
             if best is None:
                 raise
-            break  # so many bytes less nothing holds
+            break  # nothing fits with so many bytes in reserve
         held = peak_memory.peak_rank(left.as_program()).total
         if best is None or held < best.held:
             best = _MeasuredProgram(held, left.with_notes(*([BY_LAST] if last else [])), heard)
@@ -218,7 +219,7 @@ def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: 
 
 
 class _HistoryWithBytes(PassHistory):
-    """And what a rank held when it was settled what is recomputed, and of a pipeline its stages: passes after it write into the graph."""
+    """The passes, and the bytes that a rank held when recompute was settled, or the stages of a pipeline: later passes change the graph."""
 
     held: int = 0
 

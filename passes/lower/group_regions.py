@@ -7,7 +7,7 @@
                                             with region(1):
                                                 c = add(b, r)
 
-`levels.py` computes which nodes run between which waits. The nodes of a level stand together, in parts where they belong to many layers
+`levels` computes which nodes run between which waits. The nodes of a level stand together, in parts where they belong to many layers
 (`group_regions.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank
 runs the same order.
 

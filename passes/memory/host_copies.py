@@ -3,8 +3,8 @@
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
 
-A copy to the host starts behind the last reader in forward of whatever lies in the value's memory; views of it are taken again of what
-comes back.
+A copy to the host starts after the last reader in forward of any value that shares the memory; views are taken again of the copy that comes
+back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshc.program.packing import is_view
 
 
 def roots_of(calls: Sequence[Node]) -> dict[Node, Node]:
-    """The value in whose memory each lies, of those that these calls make: themselves, or what they are views of."""
+    """By result of `calls`, the value that owns its memory: the result itself, or the value that it is a view of."""
     found: dict[Node, Node] = {}
     for node in calls:
         if isinstance(node.meta[KEY], tuple) or record(node).dtype is None:
@@ -38,7 +38,7 @@ def roots_of(calls: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _viewed_value(node: Node) -> Node | None:
-    """What a value is a view of; None if it has memory of its own."""
+    """The value that `node` is a view of; None if `node` has memory of its own."""
     if not is_getitem(node):
         return node.all_input_nodes[0] if is_view(node) else None
     producer = value_of(node)[0]
@@ -48,12 +48,12 @@ def _viewed_value(node: Node) -> Node | None:
 
 
 def has_known_size(made: Record) -> bool:
-    """Whether a value takes memory, of a size that is known."""
+    """Whether a value takes memory, of a known size."""
     return bool(made.shape) and made.used is None
 
 
 def start_seconds(graph: Graph, device: Device) -> dict[Node, float]:
-    """When each node begins, if a device computes one after another and waits for nothing."""
+    """Start of each node in seconds, if the device runs nodes one after another and never waits."""
     at: dict[Node, float] = {}
     now = 0.0
     for node in graph.nodes:
@@ -63,8 +63,8 @@ def start_seconds(graph: Graph, device: Device) -> dict[Node, float]:
 
 
 def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
-    """Those of these values that backward reads before a link could have them there and back, with nothing else on it. A device whose host
-    is itself hides no copy in any case. `home`: as `roots_of` has it."""
+    """Those of `values` that backward reads before they could be copied to the host and back over an otherwise idle link. None for a device
+    that is its own host, where no copy is hidden in any case. `home`: from `roots_of`."""
     if device.host is None or not values:
         return set()
     at = start_seconds(graph, device)
@@ -81,8 +81,8 @@ def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, No
 
 
 def offload_values(graph: Graph, values: Mapping[Node, str], home: Mapping[Node, Node], backward: Sequence[Node]) -> None:
-    """In place: each of these lies on the host while nobody reads it, with the reason that it is given; `backward` reads what has come
-    back. `home`: as `roots_of` has it."""
+    """In place: keeps `values` on the host while nothing reads them, each with its reason; `backward` reads the copies that come back.
+    `home`: from `roots_of`."""
     inside: dict[Node, set[Node]] = {node: set() for node in values}
     for node, root in home.items():
         if root in inside:
@@ -92,11 +92,11 @@ def offload_values(graph: Graph, values: Mapping[Node, str], home: Mapping[Node,
 
 
 def _offload_value(graph: Graph, node: Node, inside: set[Node], backward: Sequence[Node], why: str) -> None:
-    """`inside`: what lies in the value's memory, itself included."""
+    """`inside`: the values in the memory of `node`, itself included."""
     late = set(backward)
     readers = [user for one in inside for user in one.users if user.op == "call_function" and user not in late]
     last = max([node, *inside, *readers])
-    while last.next.op == "call_function" and is_getitem(last.next):  # results stand behind what gives them
+    while last.next.op == "call_function" and is_getitem(last.next):  # results directly follow their call
         last = last.next
     made = record(node)
     with graph.inserting_after(last):
@@ -113,7 +113,7 @@ def _offload_value(graph: Graph, node: Node, inside: set[Node], backward: Sequen
 
 
 def _copy_view(graph: Graph, node: Node, again: dict[Node, Node]) -> Node:
-    """A view as it is of what has come back. What it reads beside that is there all the same."""
+    """A copy of a view, of the value that has come back. Its other operands are in memory anyway."""
     if node not in again:
         above = [node, value_of(node)[0]] if is_getitem(node) else [node]
         under = _viewed_value(node)

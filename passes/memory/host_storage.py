@@ -1,4 +1,4 @@
-"""Parameters and state stored on the host, in a graph: copies to the device before readers, and of results back."""
+"""Parameters and state stored on the host, in a graph: copies to the device before readers, and copies of results back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshc.program.program import Port
 
 
 def line_of(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
-    """The first line about a port's parameter, or about the parameter that it is state of."""
+    """The first line about the parameter of `port`, or about the parameter that `port` is state of."""
     return next((line for line in lines if line.names(port.of or port.name)), None)
 
 
 def mark_on_host(lowered: LoweredProgram, storages: Mapping[str, Storage]) -> LoweredProgram:
-    """The ports with each of these keys stored there."""
+    """`lowered` with `storages` recorded in the ports, by key."""
     inputs, outputs = (
         tuple(replace(port, storage=storages.get(port.key, port.storage)) for port in ports)
         for ports in (lowered.inputs, lowered.outputs)
@@ -30,7 +30,7 @@ def mark_on_host(lowered: LoweredProgram, storages: Mapping[str, Storage]) -> Lo
 
 
 def fetch(graph: Graph, node: Node, first: Node, readers: Sequence[Node], phase: str, why: str) -> Node:
-    """`readers` read what is copied to the device before `first`, in the place of `node`, which lies on the host."""
+    """A copy on the device of `node`, which is stored on the host, made before `first`; `readers` read the copy."""
     with graph.inserting_before(first):
         made = replace(record(node), storage="device", phase=phase, reason=why)
         here = call(graph, made, spmd.from_host, node)
@@ -40,7 +40,7 @@ def fetch(graph: Graph, node: Node, first: Node, readers: Sequence[Node], phase:
 
 
 def put_back(graph: Graph, position: int, place: Node, why: str) -> None:
-    """Of the result at this position, which is what comes of `place`."""
+    """In place: copies the result at `position`, the updated `place`, back into the storage of `place`."""
     end = output_of(graph)
     results = list(results_of(graph))
     with graph.inserting_before(end):

@@ -1,8 +1,8 @@
 """Minimum cut: the values of forward to keep so that backward has all it needs at the least cost.
 
-    x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be recomputed of h, so h is kept and a is not
+    x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be recomputed from h, so h is kept and a is not
 
-A minimum cut (Ford and Fulkerson, 1956; as in torch's partitioner, He and Yu, MLSys 2023): what is there flows from all that may not be
+A minimum cut (Ford and Fulkerson, 1956; as in torch's partitioner, He and Yu, MLSys 2023): flow goes from all values that may not be
 recomputed to all that backward reads, through each value at the price of keeping it, and into each at the price of recomputing it. Of cuts
 of equal cost the one closest to backward is taken, so that least is recomputed.
 """
@@ -19,7 +19,7 @@ from meshc.ir.trail import answer, largest
 from meshc.passes.flow import behind_the_cut
 
 _MOST: Final = 2**31 - 1
-"""No cut goes through here; the flow's numbers are 32-bit."""
+"""Unlimited capacity: no cut goes through it. The flow's numbers are 32-bit."""
 _TOTAL: Final = 2**30
 
 
@@ -29,9 +29,9 @@ def least_kept(
     """The values to keep, of the fewest bytes.
 
     values    of forward, in order
-    operands  of the values that may be recomputed, those among `values`; what is not there may not be
-    bytes_of  None: it takes no memory of its own, and is never kept (a view, an integer, what is made of parameters alone)
-    wanted    what backward reads
+    operands  by value that may be recomputed, its operands among `values`; others may not be
+    bytes_of  None: the value takes no memory of its own, and is never kept (a view, an integer, one of parameters alone)
+    wanted    values that backward reads
     """
     sizes = {node: bytes_of(node) for node in values}
     unit = largest(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
@@ -41,7 +41,7 @@ def least_kept(
 def all_kept(
     operands: Mapping[Node, Sequence[Node]], bytes_of: Callable[[Node], int | None], wanted: Collection[Node]
 ) -> set[Node]:  # fmt: skip
-    """The values to keep where keeping costs nothing: what backward reads, and of what is never kept what it is made of."""
+    """The values to keep if keeping costs nothing: those that backward reads, and the operands of those that are never kept."""
     found, work = set[Node](), list(wanted)
     seen = set(work)
     while work:
@@ -59,7 +59,7 @@ def cheapest_kept(
     values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], keeping: Mapping[Node, float | None], making: Mapping[Node, float],
     wanted: Collection[Node],
 ) -> set[Node]:  # fmt: skip
-    """The same at the least cost of `keeping` values (None: it is never kept) and of `making` others again, in one unit."""
+    """The values to keep at the least cost of `keeping` them (None: never kept) and of `making` others again, in one unit."""
     total = sum(cost or 0.0 for cost in keeping.values()) + sum(making.get(node, 0.0) for node in operands)
     scale = _TOTAL / total if total > 0 else 0.0
     keep = {node: None if cost is None else round(cost * scale) for node, cost in keeping.items()}
@@ -72,7 +72,7 @@ def _cut_values(
 ) -> set[Node]:  # fmt: skip
     if not wanted:
         return set()
-    place = {node: 2 * index + 2 for index, node in enumerate(values)}  # where it comes in; it leaves one further
+    place = {node: 2 * index + 2 for index, node in enumerate(values)}  # the place where flow enters; it leaves at the next one
     source, sink = 0, 1
     edges: dict[tuple[int, int], int] = {}
     for node, at in place.items():
@@ -88,6 +88,6 @@ def _cut_values(
 
 
 def _cut_places(edges: Sequence[tuple[int, int]], count: int, *capacities: int) -> frozenset[int]:
-    """Where those of so many values come in that are cut, between the first place and the second."""
+    """Of `count` values, the places where flow enters those that are cut between entry and exit."""
     late = behind_the_cut(dict(zip(edges, capacities, strict=True)), 2 * count + 2)
     return frozenset(at for at in range(2, 2 * count + 2, 2) if at + 1 in late and at not in late)

@@ -1,11 +1,10 @@
-"""Offload values of forward: kept on the host until backward reads them, where a plan says so.
+"""Offload of forward's values: kept on the host until backward reads them, where a plan says so.
 
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
 
-`host_copies.py` says where the copies stand. The pass is behind `recompute`, which settles what backward reads, and before stages and
-microbatches, which hand on what is there like any other value. When the copies back start is settled later
-(`passes/lower/prefetch_offloaded.py`).
+`host_copies.py` places the copies. The pass runs after `recompute`, which settles what backward reads, and before stages and microbatches,
+which pass copies on like any other value. The start of the copies back is settled later (`passes/lower/prefetch_offloaded.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _NAMED = "name modules as model.named_modules() does, with * for any text, or le
 
 
 def offload(lowered: LoweredProgram) -> LoweredProgram:
-    """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
+    """The program with values offloaded as the plan's lines say. Raises PlanError for lines that match nothing in the model."""
     lines = [line for line in lowered.plan.offloads if line.what not in STORED]
     ((name, given),) = lowered.stages.items()
-    stage = replace(given, graph=copy_graph(given.graph))  # of a pipeline, what `recompute` left may be taken up again
+    stage = replace(given, graph=copy_graph(given.graph))  # `recompute`'s result may be used again for a pipeline
     graph, lowered = stage.graph, replace(lowered, stages={name: stage})
     results = stage.results()
-    needed = ancestors_of(node for key, node in results.items() if not is_a(key, "output", "metric"))  # outputs are brought together last
+    needed = ancestors_of(node for key, node in results.items() if not is_a(key, "output", "metric"))  # outputs are collected last
     forward, backward = calls_of(graph, "forward"), [node for node in calls_of(graph, "backward") if node in needed]
     said = _lines_by_value(lines, lowered, forward)
     learned = computable_from(graph, [node for node, key in stage.keys().items() if is_a(key, "parameter")])
@@ -56,7 +55,7 @@ Says = Callable[[Node], "OffloadLine | None"]
 
 
 def _lines_by_value(lines: Sequence[OffloadLine], lowered: LoweredProgram, forward: Sequence[Node]) -> Says:
-    """The first line about a value, for each. Raises PlanError for those about none."""
+    """The first of `lines` about each value, as a function of the value. Raises PlanError for lines about no value."""
     modules = {records(node)[0].source.module for node in forward}
     returned = {line: set(_returned_values(lowered, line)) for line in lines if line.what == VALUE}
     faults = [
@@ -74,7 +73,7 @@ def _lines_by_value(lines: Sequence[OffloadLine], lowered: LoweredProgram, forwa
 
 
 def _returned_values(lowered: LoweredProgram, line: OffloadLine) -> Iterator[str]:
-    """What modules return that a line names, as records name it."""
+    """Names, as in records, of the values that `line` names as results of modules."""
     for node in lowered.joint.graph.nodes:
         for index, one in enumerate(records(node) if has_record(node) else ()):
             if any(map(line.names, one.returned_by)):
@@ -83,7 +82,7 @@ def _returned_values(lowered: LoweredProgram, line: OffloadLine) -> Iterator[str
 
 
 def _values_with_lines(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> Iterator[tuple[Node, str]]:
-    """Values that lines are about, or about what lies in their memory, with the line; each once."""
+    """Values that have a line, or share memory with a value that has one, each once, with the line."""
     seen: set[Node] = set()
     for node in forward:
         root = home.get(node)

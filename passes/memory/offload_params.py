@@ -1,11 +1,12 @@
-"""Offload parameters: stored on the host, copied to the device for each module that reads them, in each phase, and for updates.
+"""Offload of parameters: stored on the host, copied to the device for each module that reads them, in each phase, and for updates.
 
     forward   h = mm(x, t(w))                        d = from_host(w);   h = mm(x, t(d))
     backward  g = mm(gh, t(t(w)))          becomes   d1 = from_host(w);  g = mm(gh, t(t(d1)))
     update    w1 = sgd(w, gw, ..)                    d2 = from_host(w);  w1 = sgd(d2, gw, ..);  back = to_host(w1, w)
 
-Of what is stored split a tile comes, and is gathered then. What is laid out or cast for forward is so again for backward, of what has come
-for that: no copy waits on the device in between. When the copies start is settled later, in `passes/lower/prefetch_offloaded.py`.
+A parameter that is stored split is copied as a tile and then gathered. Views and casts of it for forward are repeated for backward on a
+copy of its own, so that no copy waits on the device in between. The start of the copies is settled later
+(`passes/lower/prefetch_offloaded.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from meshc.program.packing import is_view
 from meshc.program.program import Port, Stage
 
 Site: TypeAlias = tuple[str, str]
-"""Of a reader: its phase and its module. All of an update is one."""
+"""Phase and module of a reader. All of an update is one site."""
 
 THERE: Final = "it lies on the host by another program of this model"
 
 
 def offload_params(lowered: LoweredProgram) -> LoweredProgram:
-    """Raises PlanError for lines of the plan about no parameter."""
+    """The program with parameters offloaded. Raises PlanError for lines of the plan about no parameter."""
     request = lowered.request
     lines = [line for line in lowered.plan.offloads if line.what == PARAMS]
     held = [port for port in lowered.inputs if port.kind == "parameter" and port.shape]
@@ -65,7 +66,7 @@ def _names(held: Iterable[Port]) -> list[str]:
 
 
 def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
-    """In place."""
+    """In place: stores the parameter `node` on the host, with a copy for the readers of each site."""
     graph, results = stage.graph, stage.results()
     copies: dict[Node, Site] = {}
     for laid_out in reversed(_layout_nodes(graph, node)):
@@ -83,7 +84,7 @@ def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
 
 
 def _layout_nodes(graph: Graph, node: Node) -> list[Node]:
-    """Views and casts of it alone, in the graph's order."""
+    """Views and casts of `node` alone, in the graph's order."""
     found = {node: None}
     for one in graph.nodes:
         alone = one.op == "call_function" and not isinstance(one.meta[KEY], tuple) and not is_getitem(one) and one.all_input_nodes
@@ -93,7 +94,7 @@ def _layout_nodes(graph: Graph, node: Node) -> list[Node]:
 
 
 def _readers(node: Node, copies: Mapping[Node, Site]) -> dict[Site, list[Node]]:
-    """What reads it, by where; in the order in which the first of each stand. `copies`: what has been said already of what lays it out."""
+    """Readers of `node` by site, in the order of the sites' first readers. `copies`: known sites of its views and casts."""
     found: dict[Site, list[Node]] = {}
     for user in sorted(user for user in node.users if user.op == "call_function"):
         found.setdefault(copies[user] if user in copies else _site(user), []).append(user)

@@ -1,4 +1,4 @@
-"""Offload optimizer state: stored on the host, copied to the device for its update, and back.
+"""Offload of optimizer state: stored on the host, and copied to the device for its update and back, or updated on the host.
 
     m: "f32[8, 4]" = "state:w/exp_avg"                        m: "f32[8, 4] host" = "state:w/exp_avg"
     p, m1, .. = adam(w, g, m, ..)                   becomes   here = from_host(m)
@@ -6,11 +6,10 @@
                                                               back = to_host(m1, m)
                                                               return {"state:w/exp_avg": back}
 
-The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line
-says that it runs on the host too (`offload_state.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
-mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in
-`passes/lower/prefetch_offloaded.py`. Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update
-runs there.
+The update stays on the device for any optimizer (docs/decisions/offload-and-budgets.md), unless the line says that it runs on the
+host too (`update_on_host`). With `offload state: disk` state is stored in files, `m: "f32[8, 4] disk"`, which are mapped into the host's
+memory and copied in the same way. The start of the copies is settled later (`passes/lower/prefetch_offloaded.py`). Counts of steps, which
+are numbers, stay where torch keeps them; they are on the host if the update runs there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshc.program.program import Port, Stage
 
 
 def offload_state(lowered: LoweredProgram) -> LoweredProgram:
-    """Of training steps; elsewhere the optimizer is torch's, and so is its state. Raises PlanError for lines of the plan about no state."""
+    """The training step with its state offloaded; other programs have torch's optimizer. Raises PlanError for lines about no state."""
     lines = [line for line in lowered.plan.offloads if line.what == STATE]
     held = [port for port in lowered.inputs if port.kind == "state"]
     _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
@@ -56,7 +55,7 @@ def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Por
 
 
 def _offload(stage: Stage, offloaded: dict[str, str], storages: Mapping[str, Storage]) -> None:
-    """In place. `offloaded`: by the key of state, the line that says so; `storages`: where that puts it."""
+    """In place. `offloaded`: by key of state, its line; `storages`: by key, where it is stored."""
     results = stage.results()
     for node, key in stage.keys().items():
         if key not in offloaded:
@@ -69,19 +68,19 @@ def _offload(stage: Stage, offloaded: dict[str, str], storages: Mapping[str, Sto
             put_back(stage.graph, stage.outputs.index(key), node, offloaded[key])
 
 
-# Updates on the host of state that is stored there, so that the state is not copied to the device.
-#
-#     here = from_host(m);  s = mul(g, clip)                      there = to_host(g);  c = to_host(clip);  s = mul(there, c)
-#     p1, m1 = sgd(p, s, here, ..)                     becomes    mine = to_host(p);  p1, m1 = sgd(mine, s, m, ..)
-#     return {p: p1, m: to_host(m1, m)}                           return {p: from_host(p1, p), m: m1}
-#
-# An operator of the update that reads state, or what is made of it, runs there, and so does what is made for such operators alone. What
-# they read of the device is copied there, once; what the device reads of theirs comes back. Operators of ranks (collectives, tiles, masks)
-# stay on the device. A parameter that lies on the host is read there, and is written in its place.
-
-
 def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
-    """In place. `offloaded`: by the key of state that lies on the host and is updated there, the line that says so."""
+    """In place: the update of offloaded state runs on the host, so that the state is not copied.
+
+        here = from_host(m);  s = mul(g, clip)                      there = to_host(g);  c = to_host(clip);  s = mul(there, c)
+        p1, m1 = sgd(p, s, here, ..)                     becomes    mine = to_host(p);  p1, m1 = sgd(mine, s, m, ..)
+        return {p: p1, m: to_host(m1, m)}                           return {p: from_host(p1, p), m: m1}
+
+    An operator of the update runs on the host if it reads state or a value computed from it, or if only such operators read its results.
+    Their other operands are copied to the host once; their results are copied back for readers on the device. Functions of ranks
+    (collectives, tiles, masks) stay on the device. A parameter that is stored on the host is read there, and written in its place.
+
+    `offloaded`: by key of state that is updated on the host, its line.
+    """
     graph, keys = stage.graph, stage.keys()
     state = [node for node, key in keys.items() if key in offloaded]
     there = _host_operators(graph, state)
@@ -97,7 +96,7 @@ def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
 
 
 def _host_operators(graph: Graph, state: Sequence[Node]) -> dict[Node, None]:
-    """What runs on the host, in the graph's order."""
+    """The nodes that run on the host, in the graph's order."""
     found: set[Node] = set()
     seeds = {*state, *(user for node in state for user in node.users if user.target is spmd.from_host)}
     for node in graph.nodes:
@@ -110,7 +109,7 @@ def _host_operators(graph: Graph, state: Sequence[Node]) -> dict[Node, None]:
 
 
 def _is_update(node: Node) -> bool:
-    """Whether it is an operator of the update, or one of its results."""
+    """Whether `node` is an operator of the update, or a result of one."""
     if node.op != "call_function" or spmd.is_function(node.target):
         return False
     return records(value_of(node)[0] if is_getitem(node) else node)[0].phase == "update"
@@ -121,7 +120,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _copy_operands_to_host(graph: Graph, there: Collection[Node], why: str) -> None:
-    """What is read there of the device is copied."""
+    """In place: operands on the device of the nodes in `there` are copied to the host."""
     copies: dict[Node, Node] = {}
     for node in there:
         for operand in node.all_input_nodes:
@@ -137,7 +136,7 @@ def _copy_operands_to_host(graph: Graph, there: Collection[Node], why: str) -> N
 
 
 def _copy_results_to_device(stage: Stage, there: Collection[Node], entered: Mapping[str, Node], why: str) -> None:
-    """What the device reads of theirs is copied; what lies on the host stays."""
+    """In place: results of the nodes in `there` that the device reads are copied; those that are stored on the host stay."""
     graph = stage.graph
     for node in there:
         outside = [user for user in node.users if user.op == "call_function" and user not in there]

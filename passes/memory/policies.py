@@ -1,14 +1,14 @@
 """Recompute policies by name: the values that backward may recompute.
 
     none       nothing
-    cheap      what takes little beside products: pointwise operators, casts, norms, views, dropout by its number, masks
-    selective  all but matrix products, convolutions and attention, collectives too
-    layer      all of a layer but what other layers have made (Chen et al., arXiv:1604.06174)
-    sqrt       the same with about as many layers at a time as there are such groups (likewise); over a pipeline, whose stages are cut later
-               and hold few layers each, that is `layer`
+    cheap      operators that take little time beside products: pointwise ones, casts, norms, views, dropout, masks
+    selective  all but matrix products, convolutions and attention; collectives too
+    layer      all values that only their own layer reads (Chen et al., arXiv:1604.06174)
+    sqrt       the same for groups of layers, about as many in each as there are groups (likewise); over a pipeline, which is cut into
+               stages of few layers later, this is `layer`
 
-Whoever recomputes a value makes it of what is kept. What is made of parameters alone is never kept: a gathered parameter is gathered
-again, as without any policy.
+Values are recomputed from values that are kept. A value of parameters alone is never kept: a gathered parameter is gathered again, as
+without any policy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from meshc.rules.elementwise import is_pointwise
 from meshc.rules.families import operator_of
 
 LITTLE: Final = "little"
-"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute.py`)."""
+"""Internal policy: `cheap`, and all-to-alls, which return as many bytes as they read (`recompute.py`)."""
 
 BY_BUDGET: Final = "by budget"
-"""No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it
+"""Internal policy: as much as a budget requires of what `layer` recomputes inside of layers, and `cheap` outside
 (`recompute_within_budget.py`)."""
 
 _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
@@ -43,7 +43,7 @@ _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 class RecomputePolicy:
     """
     may    whether a value may be recomputed
-    ahead  how many products of backward may lie between where a value is recomputed and where it is last read; None: any number
+    ahead  the most products of backward between a value's recompute and its last reader; None: no limit
     """
 
     may: Callable[[Node], bool]
@@ -55,12 +55,12 @@ def _any_distance(node: Node) -> int | None:
 
 
 AHEAD: Final = 8
-"""A norm, a gate or a projection of several parts is done with by then; a sum that goes through all layers is not, and is kept."""
+"""A norm, a gate or a projection of several parts is read within so many; a sum that goes through all layers is not, and is kept."""
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether an operator takes little beside a product: those of `Operator.cheap`, pointwise ones, views, and per-rank functions (masks,
-    tiles, coordinates)."""
+    """Whether an operator takes little time beside a product: those of `Operator.cheap`, pointwise ones, views, and per-rank functions
+    (masks, tiles, coordinates)."""
     if spmd.is_collective(node.target):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -74,13 +74,13 @@ def is_no_product(node: Node) -> bool:
 
 
 def layer_of(node: Node) -> str:
-    """The outermost member of a list of modules in which a node was written: `model.layers.3`; "" beside them."""
+    """The outermost member of a list of modules that contains the source of `node`: `model.layers.3`; "" outside of lists."""
     found = _MEMBER.match(records(node)[0].source.module)
     return found.group() if found else ""
 
 
 def _may_within_groups(groups: Mapping[str, int]) -> Callable[[Node], bool]:
-    """What only its own group of layers reads."""
+    """Whether only its own group of layers reads a value."""
 
     def may(node: Node) -> bool:
         group = groups.get(layer_of(node))
@@ -92,7 +92,7 @@ def _may_within_groups(groups: Mapping[str, int]) -> Callable[[Node], bool]:
 
 
 def _layer_policy(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> RecomputePolicy:
-    """`together`: of so many layers, how many are recomputed at a time."""
+    """The policy `layer`. `together`: of a number of layers, how many are recomputed at a time."""
     names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
     size = together(len(names))
     return RecomputePolicy(_may_within_groups({name: number // size for number, name in enumerate(names)}), _any_distance)
@@ -103,7 +103,7 @@ def _square_root(count: int) -> int:
 
 
 def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> RecomputePolicy:
-    """A policy for a graph's forward calls."""
+    """The policy `name` for a graph's forward calls."""
     if name == "none":
         return RecomputePolicy(lambda node: False, _any_distance)
     if name == "cheap":
@@ -121,7 +121,7 @@ def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> RecomputePo
 
 
 def _may_recompute_checkpointed(node: Node) -> bool:
-    """What a region of the user's own recomputes: all but what its policy saves, and what is read outside of it."""
+    """Whether a value of the user's own checkpointed region is recomputed: not if its policy saves it, or if it is read outside."""
     source = records(node)[0].source
     return not source.saved and all(
         records(user)[0].source.region == source.region
@@ -133,8 +133,8 @@ CHECKPOINTED: Final = RecomputePolicy(_may_recompute_checkpointed, _any_distance
 
 
 class Policies:
-    """Which policy each forward call follows: that of the last line of the plan about its module, or that of the user's own checkpointed
-    region (`torch.utils.checkpoint`), or the usual one."""
+    """Policy of each forward call: of the plan's last line about its module, else of the user's own checkpointed region
+    (`torch.utils.checkpoint`), else `usual`."""
 
     def __init__(self, usual: str, lines: Sequence[RematLine], forward: Sequence[Node], pipeline: bool) -> None:
         self.usual, self.lines = usual, lines

@@ -1,4 +1,4 @@
-"""Values of forward that a policy lets backward recompute, and what each is recomputed from."""
+"""Values of forward that a policy lets backward recompute, each with the operands of its recompute."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from meshc.program.program import Stage
 class Recomputable:
     """
     forward, backward  the graph's calls of these phases, in order
-    wanted    what backward reads of forward
-    operands  of the values that may be recomputed, those of forward
-    learned   what is made of parameters alone
+    wanted    values of forward that backward reads
+    operands  by value that may be recomputed, its operands in forward
+    learned   values computed from parameters alone
     """
 
     forward: list[Node]
@@ -36,7 +36,7 @@ class Recomputable:
     learned: set[Node]
 
     def bytes_of(self, node: Node) -> int | None:
-        """What keeping a value takes; None: it is never kept."""
+        """Bytes for keeping a value; None: it is never kept."""
         if node in self.operands and (node in self.learned or is_integer(node) or (is_view(node) and not is_getitem(node))):
             return None
         return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
@@ -45,7 +45,7 @@ class Recomputable:
 def recomputable_values(
     graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
 ) -> Recomputable:
-    """`fixed`: what is not recomputed. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
+    """`fixed`: values that are not recomputed. `written`: buffers that a step writes, which another microbatch may do before backward."""
     forward, backward = calls_of(graph, "forward"), calls_of(graph, "backward")
     learned = computable_from(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
@@ -57,7 +57,7 @@ def recomputable_values(
 def recomputable_of_stage(
     lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()
 ) -> Recomputable:
-    """Of the only stage, by the last line about a value, or the usual policy."""
+    """Recomputable values of the only stage, by the last of `lines` about each, or the policy `usual`."""
     (stage,) = lowered.stages.values()
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
@@ -67,7 +67,7 @@ def recomputable_of_stage(
 
 
 def _returned_values(stage: Stage) -> set[Node]:
-    """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
+    """Values that are returned to the caller, and so are in memory in any case. The nodes that collect them count as backward."""
     outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
     return set(ancestors_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
 
@@ -75,7 +75,7 @@ def _returned_values(stage: Stage) -> set[Node]:
 def _operands(
     forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], never: set[Node], policies: Policies
 ) -> dict[Node, list[Node]]:
-    """What may be recomputed, and of what."""
+    """By value that may be recomputed, its operands in forward."""
     among = set(forward)
     may: set[Node] = set()
     for node in forward:
@@ -88,14 +88,14 @@ def _operands(
 
 
 def _is_once_only(node: Node) -> bool:
-    """Checks, which are made, and draws of a generator, which would be others."""
+    """Whether a call must not run again: a check, which has been made, or a draw of a generator, which would differ."""
     return op_name(node).startswith("meshc.check_") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _too_far_ahead(
     forward: list[Node], backward: list[Node], wanted: Collection[Node], may: Collection[Node], policies: Policies
 ) -> set[Node]:
-    """What would be recomputed long before it is last read: for another value that is made of it, or as all layers read it."""
+    """Values that would be recomputed long before their last reader: for another value that reads them, or as all layers read them."""
     first: dict[Node, int] = {}
     last: dict[Node, int] = {}
     products = 0
@@ -107,7 +107,7 @@ def _too_far_ahead(
         products += flops(node) > 0
     far: set[Node] = set()
     for node in reversed(forward):
-        for user in node.users:  # whatever is recomputed of it needs it then, and a view of it is it
+        for user in node.users:  # its recomputed readers need it at that time, and views share its memory
             if user in may and user not in far and user in first:
                 first[node] = min(first.get(node, first[user]), first[user])
                 if is_view(user) and user in last:

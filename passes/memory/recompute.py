@@ -1,11 +1,11 @@
-"""Recompute: backward computes again the values of forward that it reads and a policy does not keep.
+"""Recompute: backward computes again the values of forward that it reads and that are not kept.
 
     forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
     backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)
 
-A policy (`policies.py`) says what may be recomputed, a minimum cut (`kept_values.py`) what is kept for it. A copy stands before its first
-reader in backward and belongs to that phase, so that all passes after this one save what is still read, and no more. Nothing about the
-numbers changes: random draws go by their number.
+A policy (`policies.py`) decides which values may be recomputed, a minimum cut (`kept_values.py`) which are kept. A copy is written before
+its first reader in backward and belongs to that phase, so that later passes save only what is still read. Numerics do not change: random
+draws are repeated by seed and position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_MODULE = f"forward runs no operator in such a module; {_NAMED}"
 
 
 def recompute(lowered: LoweredProgram) -> LoweredProgram:
-    """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
+    """The program with values recomputed in backward. Raises PlanError for lines of the plan that match nothing in the model."""
     request, plan = lowered.request, lowered.plan
     (stage,) = lowered.stages.values()
     forward = calls_of(stage.graph, "forward")
@@ -54,8 +54,8 @@ def recompute(lowered: LoweredProgram) -> LoweredProgram:
 
 
 def settled_values(lowered: LoweredProgram) -> set[Node]:
-    """Values of forward of which the plan, or a checkpointed region of the model, says whether they are recomputed: a budget changes
-    nothing about them."""
+    """Values of forward for which the plan, or a checkpointed region of the model, says whether they are recomputed, whatever the
+    budget."""
     (stage,) = lowered.stages.values()
     forward, plan = calls_of(stage.graph, "forward"), lowered.plan
     kept = _kept_names(lowered, forward)
@@ -66,7 +66,7 @@ def settled_values(lowered: LoweredProgram) -> set[Node]:
 
 
 def _kept_names(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
-    """What lines of the plan keep, as records name it. Raises PlanError."""
+    """Names, as in records, of the values that the plan's lines keep. Raises PlanError."""
     modules = {records(node)[0].source.module for node in forward}
     faults = [f"{line.where}: {_NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]
     kept = set()
@@ -86,33 +86,30 @@ def _kept_names(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
 
 
 def recompute_all_but_least(can: Recomputable, graph: Graph) -> None:
-    """The fewest bytes are kept."""
+    """In place: keeps the fewest bytes, and recomputes the other values."""
     kept = least_kept(can.forward, can.operands, can.bytes_of, can.wanted)
     write_copies(graph, can.backward, [node for node in can.forward if node not in kept and node in can.operands])
 
 
-# Recomputation without a memory budget: as much as is worth its seconds.
-#
-#     llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     recomputed
-#     mlp, fsdp         0.7 % less for 0.3 %                                kept
-#
-# A hundredth of what a rank holds is worth a thousandth of the seconds of forward and backward (`WORTH`). At that price of a byte what is
-# cheapest of what `cheap` may recompute is one minimum cut (`trade.py`), and it is taken if a walk says that the rank holds so much less:
-# what is not there when most is there is recomputed for nothing. Over a pipeline no walk is possible before it is cut. An all-to-all may be
-# recomputed too: behind Ulysses' attention its output would be kept by heads, for attention, and by positions, for the projection behind
-# it.
-
-
 WORTH: Final = 0.1
-"""The share of the seconds that a share of what a rank holds is worth, of that share."""
+"""Share of the seconds of forward and backward that a share of a rank's bytes is worth: 1 % of the bytes, 0.1 % of the seconds."""
 SHARES: Final = (1.0, 0.5, 0.25)
-"""Of that price of a byte: where by the walk a rank holds too little less, what saves more for its seconds is tried."""
+"""Parts of that price of a byte: if a rank's peak drops by too little, only what saves more bytes per second is recomputed."""
 LEAST: Final = 0.01
-"""Of what a rank holds, less is not worth the lines of a program."""
+"""Share of a rank's bytes below which a saving is not worth the lines of a program."""
 
 
 def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> LoweredProgram:
-    """`fixed`: what is not recomputed."""
+    """The program without a memory budget: values are recomputed where the bytes are worth the seconds. `fixed`: not recomputed.
+
+        llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     recomputed
+        mlp, fsdp         0.7 % less for 0.3 %                                kept
+
+    A minimum cut (`trade.py`) at the price of a byte (`WORTH`) decides which values of the policy `cheap` are recomputed, and is taken if
+    the rank's peak drops by as much: values that are not live at the peak save nothing. The peak of a pipeline is unknown before it is
+    cut. All-to-alls may be recomputed too: otherwise the output of Ulysses' attention would be kept twice, by heads for attention and by
+    positions for the projection.
+    """
     can = recomputable_of_stage(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:
         return lowered
@@ -136,12 +133,12 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
 
 
 def _has_separate_stages(lowered: LoweredProgram) -> bool:
-    """Whether forward and backward will be stages of their own: what one hands to the other is as little as can be."""
+    """Whether forward and backward will be separate stages, of which one should pass as little as possible to the other."""
     return lowered.mesh.pipeline_axis is not None or not lowered.request.train
 
 
 def _without_light_values(again: Iterable[Node], can: Recomputable) -> list[Node]:
-    """Without integers, and without what looks at a value that is there: both are read as they are."""
+    """`again` without integers and views of values that are kept, which are read as they are."""
     found: dict[Node, None] = {}
     for node in again:
         light = node not in can.learned and (is_view(node) or is_integer(node))

@@ -1,12 +1,12 @@
-"""Recomputation within a memory budget: as little as makes a rank hold no more.
+"""Recompute, and offload to the host, within a memory budget: as little as keeps a rank within it.
 
     18 GB:  everything kept: 21.3 GB held  ->  3.3 GB less kept: still too much  ->  9.4 GB kept: 17.9 GB held, 103 values recomputed
 
-Where a budget says how much of the host a rank may have, values lie there in between if that takes less (`host_trade.py`).
+Where a host budget is given, values are kept on the host in between if that takes less time (`HostTrade`).
 
-What is held is walked (`meshc/cost/peak_memory.py`) over the whole graph, of one microbatch where there are several: what is recomputed is
-in memory too. What is over the budget must be kept less, by what keeping less has come to the time before, four times at most; after that
-what keeps least is taken, and whether that does is for others to judge.
+Held bytes are the peak by liveness (`meshc/cost/peak_memory.py`) of the whole graph, of one microbatch where there are several, recomputed
+values included. Each round keeps less by the excess, divided by the bytes freed per byte less kept in the round before, for at most four
+rounds; after that the program that keeps least is returned, which may exceed the budget.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from meshc.passes.phases.request import Request
 from meshc.program.program import Instruction
 
 BY_BUDGET_THERE: Final = "memory budget"
-"""Why a value lies on the host."""
+"""Reason of the copies to the host."""
 ROUNDS: Final = 4
 LEAST_FREED: Final = 0.25
-"""The share of what is kept less by which a rank is taken to hold less, whatever came of it the last time."""
+"""Lower bound of the bytes freed per byte less kept, whatever the last round has shown."""
 PARTS: Final = 4
 
 
 def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collection[Node]) -> LoweredProgram:
-    """`budget`: bytes of a rank. `fixed`: what is not recomputed."""
+    """The program with values recomputed for `budget` bytes of a rank. `fixed`: values that are not recomputed."""
     held = held_bytes(lowered)
     if held <= budget:
         return lowered
@@ -63,7 +63,7 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
             return made.left
         least = least or _RecomputedProgram(lowered, can, *choice.within(fewest))
         if least.held > budget:
-            # what is recomputed is in memory as well: one of those between may hold less
+            # recomputed values take memory too: a choice in between may hold less
             between: list[_RecomputedProgram] = []
             for part in range(PARTS - 1, 0, -1):
                 between.append(_RecomputedProgram(lowered, can, *choice.within(whole * part // PARTS)))
@@ -76,7 +76,7 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
 
 
 class _Choice:
-    """Of what is kept, recomputed or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
+    """Choice of values to keep, to recompute, or to keep on the host. `most`, `least`: limits of the bytes kept on the device."""
 
     def __init__(self, lowered: LoweredProgram, can: Recomputable, fixed: Collection[Node]) -> None:
         device, (stage,) = devices_of(lowered.mesh).slowest(), lowered.stages.values()
@@ -94,7 +94,7 @@ class _Choice:
 
 
 class _RecomputedProgram:
-    """What comes of a choice, and what a rank holds of it."""
+    """Program of a choice, with the bytes that a rank holds."""
 
     def __init__(self, lowered: LoweredProgram, can: Recomputable, kept: KeptValues, bound: float) -> None:
         self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(recompute_note(kept, bound, can))
@@ -102,20 +102,20 @@ class _RecomputedProgram:
 
 
 def may_hold(request: Request) -> int | None:
-    """Bytes of the user's budget. What is widened to float64, to be compared with the model, may hold twice that, so that it recomputes
-    about what the program does that will run."""
+    """The user's budget in bytes. A program in float64, for comparison with the model, may hold twice as much, so that it recomputes about
+    the same as the program that will run."""
     said = request.options.budget
     return None if said is None else said * (2 if request.double else 1)
 
 
 def host_budget_of(request: Request) -> int | None:
-    """Likewise bytes of its host; None where a budget moves nothing there."""
+    """The user's host budget in bytes, likewise; None where nothing is offloaded for a budget."""
     said = request.options.host_room
     return None if said is None else said * (2 if request.double else 1)
 
 
 def held_bytes(lowered: LoweredProgram) -> int:
-    """Bytes of a rank, as they are known before passes have made microbatches or stages and said where gradients are reduced and read."""
+    """Predicted bytes of a rank, before later passes make microbatches and stages, and schedule reductions and updates."""
     return _rank_bytes(lowered).total
 
 
@@ -133,8 +133,8 @@ def _rank_bytes(lowered: LoweredProgram) -> peak_memory.RankBytes:
 def recompute_seconds(
     can: Recomputable, lowered: LoweredProgram, device: Device, each_s: Mapping[Node, float] | None = None
 ) -> dict[Node, float]:
-    """Seconds of recomputing each value. What is made of parameters alone is made in backward in any case. `each_s`: of forward's
-    operators, where that is known."""
+    """Seconds of recomputing each value; values of parameters alone are computed in backward in any case. `each_s`: known seconds of
+    forward's operators."""
     known = each_s or {}
     return {
         node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target)
@@ -147,13 +147,13 @@ def recompute_seconds(
 def with_copies(
     lowered: LoweredProgram, again: Iterable[tuple[Sequence[Node], Sequence[Node]]], there: Collection[Node] = ()
 ) -> LoweredProgram:
-    """A copy in which some of backward's nodes make some of forward's values again: pairs of both. `there`: what lies on the host in
-    between."""
+    """A copy of `lowered` in which, for each pair (readers, values) of `again`, the readers in backward read recomputed values. `there`:
+    values that are kept on the host in between."""
     (stage,) = lowered.stages.values()
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(copy_into(graph, stage.graph, copies))
     for readers, values in again:
-        left = set(graph.nodes)  # what backward gathers itself may be a copy's twin, and gone
+        left = set(graph.nodes)  # `write_copies` may have replaced a gather of backward
         write_copies(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
     if there:
         late = calls_of(graph, "backward")
@@ -163,7 +163,7 @@ def with_copies(
 
 
 def recompute_note(kept: KeptValues, bound: float, can: Recomputable, often: str = "") -> str:
-    """`often`: of what the seconds are, where not of a step."""
+    """Note on the recomputed values. `bound`: lower bound of the seconds; `often`: unit of the seconds, if not a step."""
     least = f", at least {bound * 1e3:.3g} ms for so few bytes" if kept.seconds > bound else ""
     moved = sum(local_bytes(record(node)) for node in kept.there)
     there = f" and finds {len(kept.there)} on the host, {moved:,} bytes" if kept.there else ""
@@ -173,26 +173,26 @@ def recompute_note(kept: KeptValues, bound: float, can: Recomputable, often: str
     )
 
 
-# Offload against recompute: values of forward to keep on the host until backward reads them, within a host budget.
-#
-#     h100   layer 0's values are read again in 300 ms, and are there and back in 4    one or two of each layer hide behind its computing
-#            of the last layer's                                                       copies would be waited for: they stay
-#     cpu    the rank makes copies itself                                              they take what they take
-#
-# What copies take is in one scale with recomputing (`trade.py`). While a layer runs so many bytes can leave as its link moves meanwhile:
-# copies of these count for little, and no more of the layer goes, nor more of all than the host has room for.
-
-
 HIDDEN: Final = 0.02
-"""The share of their seconds that hidden copies count for: kernels of the device have a little less of its memory meanwhile."""
+"""Share of their seconds that hidden copies count for: kernels have a little less memory bandwidth meanwhile."""
 HIDES: Final = 0.6
-"""How much of a layer's seconds in forward can hide copies: these come one after another, and not evenly."""
+"""Share of a layer's seconds in forward that can hide copies: these run one after another, and are not evenly spread."""
 TURNS: Final = 12
-"""In which other values are looked for, in the place of those that were too many."""
+"""Rounds in which other values replace those that were too many."""
 
 
 class HostTrade:
-    """Of the values that `can` has. `room`: bytes of the host; `fixed`: what stays as it is; `takes`: seconds of recomputing values."""
+    """Trade between keeping, recomputing, and keeping on the host until backward reads it, of each value.
+
+        h100   values of layer 0 are read again after 300 ms; copies there and back take 4    one or two values of each layer are hidden
+               values of the last layer                                                       copies would be waited for: they stay
+        cpu    the rank makes copies itself                                                   copies take their full time
+
+    Seconds of copies count like seconds of recompute (`trade.py`). While a layer runs, the link moves a number of bytes: copies of these
+    count for little, and no more of the layer is offloaded, nor more in all than the host has room for.
+
+    `can`: recomputable values; `takes`: seconds of recomputing each; `room`: bytes of the host; `fixed`: values that stay as they are.
+    """
 
     def __init__(
         self, graph: Graph, can: Recomputable, takes: Mapping[Node, float], device: Device, room: int, fixed: Collection[Node] = ()
@@ -215,7 +215,7 @@ class HostTrade:
 
     @property
     def least(self) -> int:
-        """The fewest bytes that are kept on the device, if the host has room."""
+        """The fewest bytes kept on the device, if the host has room."""
         return Trade(self.can, self.takes, copies=self.seconds).keep_least.bytes
 
     def within(self, most: int) -> tuple[KeptValues, float]:
@@ -231,8 +231,8 @@ class HostTrade:
         return Trade(self.can, self.takes).within(most)
 
     def _excess_values(self, kept: KeptValues) -> set[Node]:
-        """Of what would go, what the host has no room for or a layer does not hide, first what takes least to be recomputed for
-        the seconds of its copies."""
+        """Of the values on the host, those that exceed its room or the copies that a layer can hide. Values with the most seconds of
+        recompute per second of copies come first."""
         room, left = self.room, dict(self.hides or {})
         over: set[Node] = set()
         there = [node for node in self.can.forward if node in kept.there]
@@ -248,7 +248,7 @@ class HostTrade:
 
 
 def _idle_seconds(can: Recomputable, at: Mapping[Node, float]) -> dict[Node, float]:
-    """Seconds between the last reader of a value in forward and the first in backward, of which it may be one that recomputes another."""
+    """Seconds between a value's last reader in forward and its first in backward, which may be one that recomputes another value."""
     first: dict[Node, float] = {}
     last: dict[Node, float] = {}
     late = set(can.backward)

@@ -1,11 +1,11 @@
-"""Recomputation in the stages of a pipeline, so that each rank keeps its memory budget.
+"""Recompute in the stages of a pipeline, so that each rank keeps its memory budget.
 
-    rank 0   4 microbatches in flight   a value kept counts 4 times   9.1 MB held of 8: 1.1 MB less of what it keeps, at the least seconds
-    rank 1   1 in flight                once                          5.2 MB held: it keeps all
+    rank 0   4 microbatches in flight   a kept value counts 4 times   9.1 MB held of 8: keeps 1.1 MB less, at the fewest seconds
+    rank 1   1 in flight                once                          5.2 MB held: keeps everything
 
-Stages and schedule are settled. A value is there as often as microbatches wait in its stage, between forward and backward; so many times
-its bytes are traded for the seconds of recomputing it (`trade.py`), of each rank apart. What a stage was handed it keeps, if it reads it
-in backward: its maker is on another rank. What comes of it is cut and walked by whoever asks.
+Stages and schedule are settled. A value is in memory once for each microbatch that waits in its stage between forward and backward; so many
+times its bytes are traded for the seconds of recomputing it (`trade.py`), for each rank separately. A value from another rank is kept if
+backward reads it. Callers cut the result and predict its bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 @dataclass(frozen=True)
 class StageMap:
     """
-    stage    of each value that one stage makes, by name
+    stage    of each value that one stage computes, by name
     ranks    of each stage
-    waiting  of each stage, how many microbatches are between its forward and its backward at most
+    waiting  of each stage, the most microbatches between its forward and its backward
     """
 
     stage: Mapping[str, int]
@@ -37,7 +37,7 @@ class StageMap:
 
 
 class StageTrades:
-    """Of a step as `recompute` left it, before it is in microbatches. `fixed`: what is not recomputed."""
+    """Trades of the ranks of a step, as `recompute` left it, before microbatches. `fixed`: values that are not recomputed."""
 
     def __init__(self, lowered: LoweredProgram, places: StageMap, fixed: Collection[Node] = ()) -> None:
         self.lowered, self.places = lowered, places
@@ -50,16 +50,16 @@ class StageTrades:
         self._trades = {rank: self._trade(rank, takes) for rank in self._readers}
 
     def _is_on_rank(self, rank: int, node: Node) -> bool:
-        """Whether a rank's stages make it. What no stage has for itself every one makes."""
+        """Whether a stage of `rank` computes `node`. Values without a stage are computed by each."""
         return node not in self._at or self.places.ranks[self._at[node]] == rank
 
     def _is_handed_between_stages(self, node: Node, user: Node) -> bool:
-        """Whether two stages of one rank hand it to each other."""
+        """Whether `node` and its reader `user` belong to two stages of one rank."""
         one, other = self._at[node], self._at.get(user)
         return other is not None and other != one and self.places.ranks[one] == self.places.ranks[other]
 
     def _trade(self, rank: int, takes: Mapping[Node, float]) -> Trade:
-        """Of what a rank's own stages make; what others hand to them is kept where it is read."""
+        """The trade of the values that the rank computes; values from other ranks are kept where they are read."""
         can, places, readers = self._can, self.places, set(self._readers[rank])
         own = {node for node in can.forward if self._is_on_rank(rank, node)}
         handed = {operand for node in (*own, *readers) for operand in node.all_input_nodes} - own
@@ -72,17 +72,16 @@ class StageTrades:
 
     @property
     def most(self) -> dict[int, int]:
-        """Bytes that each rank keeps where it recomputes nothing."""
+        """Bytes that each rank keeps if it recomputes nothing."""
         return {rank: trade.keep_all.bytes for rank, trade in self._trades.items()}
 
     @property
     def least(self) -> dict[int, int]:
-        """The fewest bytes that each can keep."""
+        """The fewest bytes that each rank can keep."""
         return {rank: trade.keep_least.bytes for rank, trade in self._trades.items()}
 
     def with_kept_bytes(self, most: Mapping[int, int]) -> tuple[LoweredProgram, int]:
-        """A copy in which backward recomputes what is not kept, where each of these ranks keeps at most so many bytes; and how many
-        values that are."""
+        """A copy of the step in which each rank of `most` keeps at most so many bytes and recomputes the other values; and their number."""
         found = {rank: self._trades[rank].within(bytes_kept) for rank, bytes_kept in most.items()}
         left = with_copies(self.lowered, [(self._readers[rank], kept.again) for rank, (kept, _) in found.items()])
         several = [kept for kept, _ in found.values()]

@@ -1,16 +1,16 @@
-"""Trade-off between kept bytes and seconds of recomputing, or of copies to the host and back, value by value.
+"""Trade of kept bytes for seconds of recompute, or of copies to the host and back, value by value.
 
-    seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or recomputing, is one minimum
-            |    . .             cut (`kept_values.py`), and lies on the lower hull of all choices. The price between two of the hull leads
-            |      .      .      to one between them, until there is none. The line through both is below what any choice takes that keeps
-            |__________.____ all  no more.
+    seconds |  . least           A byte is given a price in seconds; the cheapest choice of keeping or recomputing at that price is one
+            |    . .             minimum cut (`kept_values.py`), and is on the lower hull of all choices. The price between two choices of
+            |      .      .      the hull leads to one between them, until there is none. The line through both is a lower bound of the
+            |__________.____ all seconds of any choice that keeps no more.
                bytes kept
 
-A value that may lie on the host is kept there where its copies take less than its bytes are worth: in the cut the cheaper of the two is the
-price of keeping it, so that it stays exact.
+A value that may be on the host is kept there if its copies take less than its bytes are worth: in the cut the smaller of both is the price
+of keeping it, so that the cut stays exact.
 
-Everett, Operations Research 11(3), 1963. Equal layers would all change at one price: what is early in forward counts up to a fiftieth more,
-so that they change one after another, the first of them first. The bound knows nothing of that.
+Everett, Operations Research 11(3), 1963. Equal layers would all change at one price: bytes early in forward count up to a fiftieth more, so
+that layers change one after another, the first of them first. The bound does not count them so.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ EARLIER: Final = 0.02
 """How much more a byte of the first value of forward counts than one of the last."""
 
 PRICES: Final = 40
-"""Of which a byte is given one after another, at most."""
+"""Prices of a byte that are tried, at most."""
 
 
 DEAR: Final = 1000.0
-"""Times what all of it may take, at which bytes are all that counts, and seconds where they are alike."""
+"""Factor on the seconds of all recompute that gives a price at which bytes decide, and seconds only where bytes are equal."""
 
 
 @dataclass(frozen=True)
 class KeptValues:
     """
-    nodes    what is kept;  there  those of them that lie on the host in between
-    bytes    of what lies on the device;  weighed  the same, of which early ones count more
-    again    what is recomputed for it
-    seconds  of recomputing that, and of copies that nothing hides
+    nodes    kept values;  there  those of them that are on the host in between
+    bytes    of those on the device;  weighed  the same, of which early ones count more
+    again    values that are recomputed
+    seconds  of recompute, and of copies that nothing hides
     """
 
     nodes: frozenset[Node]
@@ -56,8 +56,8 @@ class KeptValues:
 
 
 class Trade:
-    """Of what may be recomputed. `takes`: seconds of recomputing each value, of those that take any. `times`: how often a value is kept
-    at once, where not once. `copies`: of what may lie on the host, the seconds of that."""
+    """Trade of recomputable values. `takes`: seconds of recomputing each value, if any; `times`: how many times a value is kept at once, if
+    not once; `copies`: seconds of the copies of values that may be on the host."""
 
     def __init__(
         self,
@@ -73,23 +73,23 @@ class Trade:
 
     @cached_property
     def keep_all(self) -> KeptValues:
-        """Nothing is recomputed but what is never kept."""
+        """The choice that recomputes only values that are never kept."""
         return self._kept_values(all_kept(self.can.operands, self._sizes.__getitem__, self.can.wanted))
 
     @cached_property
     def keep_least(self) -> KeptValues:
-        """The fewest bytes."""
+        """The choice of the fewest bytes."""
         here = {node: 0 if size is not None and node in self.copies else size for node, size in self._sizes.items()}
         return self._kept_values(least_kept(self.can.forward, self.can.operands, here.__getitem__, self.can.wanted), inf)
 
     def within(self, most: int) -> tuple[KeptValues, float]:
-        """What takes fewest seconds of what was found to keep at most so many bytes, and the seconds below which nothing does. What keeps
-        least, where nothing keeps so few."""
+        """The fastest found choice that keeps at most `most` bytes, and a lower bound of the seconds of any; the choice that keeps least,
+        if none keeps so few."""
         low, high, price = self.keep_least, self.keep_all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
         if self.copies and (dear := self._cheapest_at(DEAR * low.seconds / high.bytes)).bytes <= most:
-            low = dear  # of what keeps least what takes least
+            low = dear  # the fastest of those that keep least
         for _ in range(PRICES):
             price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
             between = self._cheapest_at(price)
@@ -100,11 +100,11 @@ class Trade:
         return low, max(0.0, even.seconds + price * (even.bytes - most))
 
     def worth(self, price: float) -> KeptValues:
-        """What is cheapest where a byte is worth `price` seconds; equal layers alike."""
+        """The cheapest choice where a byte is worth `price` seconds, with equal layers alike."""
         return self._cheapest_at(price, even=True)
 
     def _cheapest_at(self, price: float, even: bool = False) -> KeptValues:
-        """The cheapest at a price of a byte. `even`: an early one counts no more than a late one."""
+        """The cheapest choice at a price of a byte. `even`: early bytes count no more than late ones."""
         cost = {node: None if size is None else self._cost(node, size, price, even) for node, size in self._sizes.items()}
         return self._kept_values(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted), price, even)
 
@@ -112,11 +112,11 @@ class Trade:
         return min(price * size * (1 if even else self._weight[node]), self.copies.get(node, inf))
 
     def _kept_values(self, nodes: set[Node], price: float = 0.0, even: bool = False) -> KeptValues:
-        """`price`: of a byte, by which what may lie on the host does."""
+        """The choice that keeps `nodes`. `price`: of a byte, which decides what is kept on the host."""
         asked = [node for node in self.can.wanted if node not in nodes]
         made = ancestors_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
         again = tuple(node for node in self.can.forward if node in made and node not in nodes and node in self.can.operands)
-        kept = [node for node in self.can.forward if node in nodes]  # sums of floats are those of one order
+        kept = [node for node in self.can.forward if node in nodes]  # floats are added in one order
         there = {node: None for node in kept if self.copies.get(node) == self._cost(node, self._sizes[node] or 0, price, even)}
         sizes = {node: self._sizes[node] or 0 for node in kept if node not in there}
         weighed = sum(size * self._weight[node] for node, size in sizes.items())

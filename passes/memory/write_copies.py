@@ -12,7 +12,7 @@ from meshc.ir.graph import ancestors_of, copied_node
 
 
 def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -> None:
-    """`values`: of forward, in its order; where no reader in backward wants one, it is not made."""
+    """In place: `backward` reads copies of `values` (of forward, in order); a value that nothing in `backward` reads is not copied."""
     again = {node: turn for turn, node in enumerate(values)}
     copies: dict[Node, Node] = {}
     made: dict[tuple[object, ...], list[Node]] = {}
@@ -27,7 +27,7 @@ def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node])
         for operand in reader.all_input_nodes:
             if operand in copies:
                 reader.replace_input_with(operand, copies[operand])
-        twin = _twin(reader, made.get(_call(reader), ())) if reader.target in targets else None  # backward has gathered a parameter itself
+        twin = _twin(reader, made.get(_call(reader), ())) if reader.target in targets else None  # backward's own gather of a parameter
         if twin is not None:
             reader.replace_all_uses_with(twin)
             graph.erase_node(reader)
@@ -44,11 +44,11 @@ def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
 
 
 def _call(node: Node) -> tuple[object, ...]:
-    """What equal calls have in common, before their numbers are compared."""
+    """Key that equal calls share; the other arguments are compared by `_twin`."""
     return node.target, *node.all_input_nodes
 
 
 def _twin(node: Node, others: Sequence[Node]) -> Node | None:
-    """The last of the others that has the same arguments."""
+    """The last of `others` with the arguments of `node`."""
     given = comparison_key(node.args), comparison_key(node.kwargs)
     return next((other for other in reversed(others) if (comparison_key(other.args), comparison_key(other.kwargs)) == given), None)

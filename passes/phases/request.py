@@ -54,7 +54,7 @@ class Request:
                   they are gathered, and a note says so
     chunks        number of chunks of tokens in which a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of `memory_budget` reserved for what passes after `recompute` and `stages` add
-    beaten_s      seconds of a plan on another mesh: Beaten is raised where this one cannot be faster; None: none is known
+    beaten_s      seconds of a plan on another mesh: NoFasterPlan is raised where this one cannot be faster; None: none is known
     numbers       places of Python numbers that are inputs of the program
     owners        by key, the coordinate on the pipeline axis that another program of the same model has fixed
     """

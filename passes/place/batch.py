@@ -53,7 +53,7 @@ def find_batch(
 
 
 def refuse_other_joint(request: Request, batch: BatchDims) -> None:
-    """For inputs joined from ranks' parts: raises CompileError where the batch dim is not clear, JoinedElsewhere where the parts were
+    """For inputs joined from ranks' parts: raises CompileError where the batch dim is not clear, WrongJoinDim where the parts were
     joined along another dim."""
     joined = request.joined
     if joined is None:

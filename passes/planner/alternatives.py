@@ -1,10 +1,10 @@
 """Alternative options of one decision: their extra cost with neighbouring decisions adapted, and the terms that differ.
 
-    up_proj.weight is stored as [ffn/tp, hidden/dp]          taken
+    up_proj.weight is stored as [ffn/tp, hidden/dp]          chosen
                                 [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...
 
-An alternative is priced by the planner's model. First everything else stays as it is; of those that are cheapest then, the decisions beside
-it are made anew, one after the other, while that saves anything.
+The planner's cost model prices an alternative with all other decisions fixed; for the cheapest alternatives, the neighbouring decisions are
+then optimized one at a time, in at most ROUNDS rounds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.search_space import Form, Key, Option
 
 CLOSEST: Final = 6
-"""Alternatives beside which the others are decided anew."""
+"""Alternatives for which neighbouring decisions are optimized."""
 ROUNDS: Final = 2
 
 
 @dataclass(frozen=True)
 class PricedAlternative:
     """
-    more_s  seconds of a call that it costs more;  held  bytes that a rank holds then
-    falls   where that falls: what costs more or less, the largest difference first
+    more_s  extra seconds of a call;  held  peak bytes of a rank
+    falls   (term of the cost, extra seconds), the largest difference first
     """
 
     option: Option
@@ -39,7 +39,7 @@ class PricedAlternative:
 
 
 class Alternatives:
-    """Of one choice of a search."""
+    """Alternatives to the options of one choice of a search."""
 
     def __init__(self, search: PlanSearch, pick: Pick) -> None:
         self.search, self.pick, self.model = search, pick, search.model
@@ -53,7 +53,7 @@ class Alternatives:
         return self.model.decision(number).options[self.pick[number]]
 
     def of(self, key: Key, count: int = 2) -> list[PricedAlternative]:
-        """The best others, the cheapest first."""
+        """The `count` best alternatives for the decision `key`, the cheapest first."""
         number = self.model.folded.of[key]
         others = [at for at in range(len(self.model.decision(number).options)) if at != self.pick[number]]
         closest = sorted(others, key=lambda at: self._extra_seconds(self._with_option(self.pick, number, at)))[:CLOSEST]
@@ -67,7 +67,7 @@ class Alternatives:
         ]  # fmt: skip
 
     def _improve_neighbours(self, number: int, option: int) -> Pick:
-        """With the decisions beside it as they are best then."""
+        """The choice with `option` for the class `number`, its neighbours optimized one at a time."""
         pick = self._with_option(self.pick, number, option)
         changed = {number}
         for _ in range(ROUNDS):
@@ -95,7 +95,7 @@ class Alternatives:
         return float(self.model.own[number][pick[number]]) + sum(self.model.reshard_seconds(group, pick) for group in self.groups[number])
 
     def _extra_seconds(self, pick: Pick) -> float:
-        """Seconds that a choice costs more than the one that is taken."""
+        """Seconds that `pick` costs more than the choice made."""
         changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
         own = sum(float(self.model.own[number][pick[number]] - self.model.own[number][self.pick[number]]) for number in changed)
         return own + sum(
@@ -106,7 +106,7 @@ class Alternatives:
         return list({id(group): group for number in numbers for group in self.groups[number]}.values())
 
     def _differing_terms(self, pick: Pick) -> Iterator[tuple[str, float]]:
-        """Terms of the cost that differ."""
+        """(term of the cost, extra seconds) of `pick` against the choice made, the largest difference first."""
         changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
         differs: Counter[str] = Counter()
         for sign, each in ((1.0, pick), (-1.0, self.pick)):
@@ -119,7 +119,7 @@ class Alternatives:
 
 
     def _reshard_terms(self, group: ValueGroup, pick: Pick) -> Iterator[tuple[str, float]]:
-        """The changes of sharding of a group's values, each with what it takes for all of them."""
+        """(text, seconds for all values of the group) of each change of sharding under `pick`."""
         lies = int(group.given[pick[group.maker]])
         seen: dict[tuple[int, str], None] = {}
         for leg in group.legs:
@@ -131,20 +131,20 @@ class Alternatives:
                 yield f"{how} of {self._class_text(group.maker)}", group.count * float(leg.price[lies, wants])
 
     def _class_text(self, number: int) -> str:
-        """A class in words: its member, or what its members have in common."""
+        """Text of a class: of its one member, or of the first with layer numbers replaced."""
         said = decision_text(self.model.folded.members[number][0])
         return said if self.model.count(number) == 1 else collapse_layers(said)
 
 
 def collectives(model: CostModel, source: Form, target: Form) -> str:
-    """`all_gather over dp`, of a change of sharding."""
+    """Text of the collectives of a change of sharding: `all_gather over dp`."""
     moved = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a or b)
     kinds = [(kind, axes) for kind, axes, _ in model.moves.messages(moved, source[1], target[1]) if kind not in ("slice", "first")]
     return " and ".join(f"{kind} over {', '.join(axes)}" for kind, axes in kinds) or "a copy"
 
 
 def decision_text(key: Key) -> str:
-    """A decision in words: `mm of layers.0.mlp.up_proj, backward`."""
+    """Text of a decision: `mm of layers.0.mlp.up_proj, backward`."""
     if isinstance(key, tuple):
         kind, name = key
         return name if kind == "parameter" else f"the {kind} of {name}"

@@ -1,12 +1,12 @@
-"""Choices within a memory budget, by Lagrangian prices of a byte at the fullest moments.
+"""Choices within a memory budget, by Lagrangian prices of a byte at moments of peak memory.
 
-    price of a byte       0 ............... rises until what is cheapest fits ...... is narrowed down between what fits and what does not
-    bound                 of the weighed model, less price * budget: the highest of all is kept
-    options left          those with which the bound is below what the best choice that fits takes
-    linear program        over these, with a row for each full moment: its prices of the rows give the next bound, its choice is a candidate
+    price of a byte       raised from 0 until the cheapest choice fits, then narrowed between prices that fit and prices that do not
+    bound                 of the weighted model, less price * budget; the highest is kept
+    options left          those with a bound below the seconds of the best choice that fits
+    linear program        over these, with a row for each moment that has a price: its duals give the next bound, its choice is a candidate
 
-What is cheapest at a price is a choice that fits somewhat less, or more. Where several moments are full, each has a price of its own: those
-at which the cheapest of the choices that are known is dearest (Kelley's cutting planes, J. SIAM 8(4), 1960).
+The cheapest choice at a price stays somewhat below the budget, or above it. Where several moments exceed the budget, each has a price of
+its own; the prices are those that maximize the cost of the cheapest known choice (Kelley's cutting planes, J. SIAM 8(4), 1960).
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from meshc.passes.planner.search_space import Floats
 from meshc.report.tables import bytes_text
 
 START: Final = 1e-13
-"""Seconds that a byte costs at first: a gigabyte a tenth of a millisecond."""
+"""First price, in seconds per byte: 0.1 ms per GB."""
 RISE: Final = 16.0
 HIGHEST: Final = 1e-3
-"""The price rises so fast, and to so many seconds a byte: then nothing fits."""
+"""Highest price, in seconds per byte, that factors of `RISE` lead to: if nothing fits then, no price will do."""
 PRICES: Final = 3
-"""That are tried once something fits."""
+"""Rounds of new prices once a choice fits."""
 SWEEPS: Final = 4
-"""At each price."""
+"""Sweeps at each price."""
 PROGRAMS: Final = (10_000, 10_000, 20_000, 40_000)
-"""Linear programs, each over so many pairs of forms at most and at the prices that the one before it gave."""
+"""Most pairs of forms of each linear program in turn, each at the prices that the one before gave."""
 MORE: Final = 6
-"""Of them where nothing fits yet, each with the moment that was too full in the one before."""
+"""Further linear programs while nothing fits, each with the moment that exceeded the budget in the one before."""
 FEW_NODES: Final = 20
-"""Of branch and bound."""
+"""Most nodes of branch and bound."""
 CROSSED: Final = 4
-"""So many of the best choices, and what relaxations mix, are open to branch and bound, beside"""
+"""Best choices with options open to branch and bound, beside options that relaxations mix."""
 PAIRS: Final = 5_000
-"""pairs of forms that cost least."""
+"""Most pairs of forms in branch and bound, those of least cost."""
 CROSSINGS: Final = 2
-"""Branch and bound at most in one search: a third time it takes as long, and has found nothing."""
+"""Most runs of branch and bound in one search: a third takes as long and has found nothing."""
 ENOUGH: Final = 5e-3
-"""A gap of this part of the seconds is looked into no further."""
+"""Relative gap at which the search ends."""
 
 
 @dataclass
 class BudgetSearch:
-    """The search within one budget.
+    """Search within one memory budget.
 
-    bound    no choice within the budget takes fewer seconds
-    allowed  what its programs may come to
-    moments  that have a price
-    picks    choices, with their seconds and the bytes at each position
+    bound    lower bound on the seconds of a choice within the budget
+    allowed  allowance of its linear programs
+    moments  positions that have a price
+    picks    known choices: seconds, and bytes at each position
     """
 
     model: CostModel
@@ -72,11 +72,12 @@ class BudgetSearch:
     allowed: Allowance
     moments: list[int] = field(default_factory=list)
     weights: Sequence[float] = ()
-    """The prices of the highest bound."""
+    """Prices of the highest bound."""
     fewest: float = 0.0
-    """No choice holds fewer bytes."""
+    """Lower bound on the peak bytes of every choice."""
     crossed: set[tuple[int, ...]] = field(default_factory=set)
-    """What branch and bound was asked: moments, rows and columns. A second time it finds little, unless it is over all that is left."""
+    """Programs given to branch and bound: moments, numbers of rows and columns. After the first, only programs over all options left are
+    run."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class BudgetSearch:
         self.dearest_s = sum(float(own.max()) for own in self.model.own) + changes
 
     def note(self, pick: Pick) -> bool:
-        """Whether it fits; the fullest moment of one that does not is one of those that have a price from now on."""
+        """Adds `pick` to the known choices; returns whether it fits. If not, its peak moment has a price from then on."""
         if pick not in self.picks:
             self.picks[pick] = self.model.seconds(pick), self.memory.walk(pick)
         walked = self.picks[pick][1]
@@ -97,22 +98,22 @@ class BudgetSearch:
 
     @property
     def fitting_pick(self) -> Pick | None:
-        """The best choice that fits."""
+        """The best known choice that fits, None if there is none."""
         found = [one for one, (_, walked) in self.picks.items() if walked.max() <= self.budget]
         return min(found, key=lambda one: (self.picks[one][0], one), default=None)
 
     @property
     def fitting_seconds(self) -> float:
-        """Its seconds."""
+        """Seconds of `fitting_pick`, infinite without one."""
         return np.inf if self.fitting_pick is None else self.picks[self.fitting_pick][0]
 
     @property
     def is_infeasible(self) -> bool:
-        """Whether no choice fits: each holds more, or the bound is above what the dearest of all takes."""
+        """Whether no choice fits: the fewest bytes exceed the budget, or the bound exceeds the cost of the most expensive choice."""
         return self.fewest * (1 - MARGIN) > self.budget or self.bound > self.dearest_s
 
     def is_near(self, bound: float, part: float) -> bool:
-        """Whether the best choice that fits is so near to a bound."""
+        """Whether the best choice that fits is within `part` of its seconds of `bound`."""
         return self.fitting_seconds < np.inf and self.fitting_seconds - bound <= part * self.fitting_seconds
 
     @property
@@ -120,7 +121,7 @@ class BudgetSearch:
         return self.is_near(self.bound, ENOUGH)
 
     def bound_at(self, weights: Sequence[float]) -> bool:
-        """The bound and choices at these prices; whether one of the choices is new."""
+        """Sweeps at the prices `weights`, raising the bound and adding choices; returns whether one of the choices is new."""
         weighed = Lagrangian(self.model, self.memory, dict(zip(self.moments, weights, strict=True)))
         left = self.ascent.left
         ascent = DualAscent(weighed, left, self.ascent)
@@ -139,14 +140,14 @@ class BudgetSearch:
         return len(self.picks) > known
 
     def raise_price(self) -> None:
-        """Until something fits, or nothing does."""
+        """Raises one price for all moments until a choice fits, or none can."""
         weight = START
         while self.fitting_seconds == np.inf and weight <= HIGHEST and not self.is_infeasible:
             self.bound_at([weight] * len(self.moments))
             weight *= RISE
 
     def narrow_prices(self) -> None:
-        """Prices at which the cheapest of the known choices is dearest, while that finds new ones and the bound is not there."""
+        """Bounds at the prices of `dearest_weights`, while new choices appear and the bound is not close to their value."""
         for _ in range(PRICES):
             weights, most = self.dearest_weights()
             if self.is_close or most - self.bound <= ENOUGH * abs(most):
@@ -155,7 +156,7 @@ class BudgetSearch:
                 break
 
     def dearest_weights(self) -> tuple[list[float], float]:
-        """Prices of the moments, and what the cheapest known choice costs at them, which is the most."""
+        """Prices of the moments that maximize the cost of the cheapest known choice, and that cost in seconds."""
         rows = [[*((self.budget - walked[self.moments]) * 1e-9), 1.0] for _, walked in self.picks.values()]
         seconds = [1e3 * one for one, _ in self.picks.values()]
         moments = len(self.moments)
@@ -164,8 +165,8 @@ class BudgetSearch:
         return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
     def solve_programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
-        """Linear programs over what costs least beyond the bound, the second over more and so on, until one is over all that is left, or
-        there is no allowance for the next."""
+        """Solves linear programs over the options of least cost beyond the bound, more of them each time, until one is over all options
+        left or the allowance does not cover the next."""
         for tried, most in enumerate((*sizes, *sizes[-1:] * MORE)):
             if self.is_close or (tried >= len(sizes) and self.fitting_seconds < np.inf):
                 return
@@ -192,8 +193,8 @@ class BudgetSearch:
                 return
 
     def _branch_and_bound(self, columns: ProgramColumns, shares: Sequence[Floats]) -> float:
-        """Notes what is best of what costs least, of the options that relaxations mix, and of the best choices that are known. A bound, if
-        that is all there is."""
+        """Adds the best choice of branch and bound over options of least cost, options that relaxations mix, and those of the best known
+        choices. Returns a lower bound if these are all options left, else -inf."""
         best = sorted(self.picks, key=lambda one: (max(self.picks[one][1].max(), self.budget), self.picks[one][0], one))[:CROSSED]
         self.mixed = mixed_options(columns, shares, self.mixed)
         kept = [mine | known for mine, known in zip(self.mixed, options_by_class(best, self.ascent), strict=True)]
@@ -211,7 +212,7 @@ class BudgetSearch:
         return least if everything and least is not None else -np.inf
 
     def _damped_weights(self, weights: Sequence[float]) -> list[float]:
-        """Prices half way from those of the highest bound: a program over some of the options says too much."""
+        """Mean of `weights` and the prices of the highest bound: prices of a program over a part of the options overshoot."""
         far = [*weights, *[0.0] * (len(self.moments) - len(weights))]
         near = [*self.weights, *[0.0] * (len(self.moments) - len(self.weights))]
         return [(one + other) / 2 for one, other in zip(far, near, strict=True)]
@@ -227,8 +228,8 @@ def search_within_budget(
     allowed: Allowance | None = None,
     fewest: Callable[[Sequence[Pick]], FewestBytes] | None = None,
 ) -> tuple[list[Pick], float]:
-    """Choices, and a bound on those that hold no more than the budget. `near`: with one small linear program at most; `fewest`: the fewest
-    bytes, from choices that are known, asked where no price of bytes leads to what fits."""
+    """Choices, some of which may exceed the budget, and a lower bound on the seconds of those within it. `near`: at most one small linear
+    program; `fewest`: search for the fewest bytes from known choices, for the case that no price leads to a choice that fits."""
     search = BudgetSearch(model, memory, budget, free.whole, free.bound, allowed or Allowance())
     for pick in (free.pick, *known):
         search.note(pick)

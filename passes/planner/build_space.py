@@ -1,7 +1,7 @@
-"""Search space of a graph with factors: decisions of computing operators, stored parameters and states, and who reads whom.
+"""Search space of a graph with factors: decisions of computing operators, stored parameters and states, and all readings of values.
 
-Axes that the plan gives entries to are held to what the plan would have them do (`baseline`, its own propagation), so that a search of one
-axis is a search beside the others. Pins hold what they name; storage that another program of the model has settled stays.
+Axes with an entry in the plan are fixed as the plan alone assigns them (`baseline`), so that a search of one axis takes the others into
+account. Pins fix what they name; storage that another program of the model has settled stays.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from meshc.program.program import Port
 FREE = ("constant", "random", "buffer", "number")
 
 Base: TypeAlias = Callable[[Decision], Option]
-"""What a plan takes of each decision, whatever its options."""
+"""Option that a plan takes for a decision, listed among its options or not."""
 
 
 def searched_axes(placed: PlacedModel) -> Axes:
-    """The axes of a mesh that split values: not those of size 1, and not the pipeline's."""
+    """Mesh axes that split values: all but the pipeline axis and those of size 1."""
     pipeline = placed.mesh.pipeline_axis
     return tuple(axis.name for axis in placed.mesh.axes if axis.size > 1 and axis is not pipeline)
 
 
 def build_space(placed: PlacedModel, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> SearchSpace:
-    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). With `around` options are those
-    that differ from it along few axes. Raises Unequal where layers that stand for others may not decide alike."""
+    """The space of searching `open_axes`; `baseline` has the assignment of the other axes, None if there are none. With `around`, options
+    are those that differ from its option along few axes. Raises Unequal where equal layers have no equal decisions."""
     return _SpaceBuilder(placed, open_axes, baseline, around).assemble_space()
 
 
@@ -95,7 +95,7 @@ class _SpaceBuilder:
         self.possible[key] = possible
 
     def _list_options(self) -> None:
-        """What may be alike has the same options: around what any of them does, where they are around something."""
+        """Fills in the options. Equal decisions have equal options; with `around`, those around the base options of all of them."""
         alike: dict[Hashable, list[Key]] = defaultdict(list)
         for key, decision in self.decisions.items():
             what = key[0] if isinstance(key, tuple) else (op_name(key) if key.op == "call_function" else key.op, records(key)[0].phase)
@@ -109,7 +109,7 @@ class _SpaceBuilder:
             for key in keys:
                 self.decisions[key] = replace(self.decisions[key], options=found)
 
-    # ---------------------------------------------------------------------------------------------------------- what enters and leaves
+    # ------------------------------------------------------------------------------------------------------------- inputs and outputs
 
     def _add_placeholder(self, node: Node) -> None:
         port = self.ports[node]
@@ -126,13 +126,13 @@ class _SpaceBuilder:
             self._add_value(node, (node, 0), tuple(range(len(labels))))
 
     def _input_axes(self, port: Port, node: Node) -> list[Axes]:
-        """How an input lies: whole, or a rank's part of the batch."""
+        """Axes of each slot of an input: of a rank-local batch its axes for batch factors, else none."""
         local = self.placed.local_batch if port.kind in ("input", "tangent") else ()
         batch = [factor for row in self.factors.dims[(node, 0)] for factor in row]
         return [local if "batch" in self.names.also[factor] else () for factor in batch]
 
     def _add_storage(self, name: str, node: Node) -> None:
-        """A parameter as it lies between steps, and its state, if there is one, on its own."""
+        """Adds the decision on a parameter's sharding between steps and, in a training step, that on its state."""
         dims = self.factors.dims[(node, 0)]
         labels = tuple(_slots(dims))
         sizes = tuple(self.factors.size[factor] for row in dims for factor in row)
@@ -161,14 +161,14 @@ class _SpaceBuilder:
                 pinned=tuple((labels.index(slot), axes) for slot, axes in pins.items()),
             ), self.standing.count.get(node, 1))  # fmt: skip
             if not self.placed.joint.updates:
-                break  # of a module a gradient lies as its parameter does
+                break  # without updates, a gradient is sharded as its parameter
         self._add_value(("parameter", name), (node, 0), tuple(range(len(labels))))
 
     def _held_axes(self, axes: Axes) -> Axes:
         return tuple(axis for axis in axes if axis in self.axes and axis not in self.open_axes)
 
     def _add_output_readings(self) -> None:
-        """What the program leaves is read too: new parameters as they are stored, gradients likewise, outputs as the caller wants them."""
+        """Adds the readings by outputs: new parameters and gradients as the parameter is stored, other outputs as the caller wants them."""
         for port, node in zip(self.placed.joint.outputs, self.placed.joint.results(), strict=True):
             value = value_of(node)
             slots = tuple(_slots(self.factors.dims[value]))
@@ -216,7 +216,7 @@ class _SpaceBuilder:
             self._add_value(key, (node, index), landing, sums, defers)
 
     def _where_stored(self, instance: Instance, name: str) -> dict[object, int]:
-        """Which slot of a parameter's state each letter of its update goes with."""
+        """Token of an update operator -> slot of the parameter's state."""
         if instance.node in self.whole_updates:
             return {}
         parameter = (self.parameters[name], 0)
@@ -253,14 +253,14 @@ class _SpaceBuilder:
         local = self.placed.local_batch
         rows = [at for at in can if "batch" in self.names.also[instance.factor[labels[at]]]]
         if local and axis in local and rows:
-            return [*rows]  # a rank's part of the batch stays where its role says
+            return [*rows]  # axes of a rank-local batch split batch factors
         if local and axis not in local:
             can = [at for at in can if at not in rows]
         wanted = [at for at in can if axis in self.placed.pins.spread.get(instance.factor[labels[at]], ())]
         return [*wanted] if wanted else [None, *can]
 
     def _pinned_tokens(self, instance: Instance) -> dict[Token, Axes]:
-        """The tokens that a pin of a result holds, with their axes; none: whole."""
+        """Axes of each token that a pin of a result names; no axes: whole."""
         found: dict[Token, Axes] = {}
         for index, dims in enumerate(instance.results):
             for (dim, position), axes in self.placed.pins.values.get((instance.node, index), {}).items():
@@ -271,7 +271,7 @@ class _SpaceBuilder:
         return found
 
     def _planned_axes(self, instance: Instance, labels: tuple[Token, ...]) -> tuple[dict[int, Axes], Axes]:
-        """What the axes do that are not searched."""
+        """(axes of each label, deferred axes) by `baseline`, of the axes that are not searched."""
         if self.baseline is None:
             return {}, ()
         chosen = self.baseline.chosen[instance.node]
@@ -294,7 +294,7 @@ class _SpaceBuilder:
         self, key: Key, node: Node | None, operand: int, value: Value, want: Sharding, phase: str, defers: bool = False,
         wants: Form | None = None,
     ) -> None:  # fmt: skip
-        """Notes a reading at the root of the value. `want` has the reader's labels for axes."""
+        """Adds a reading to the value at the root of layout operators. `want` has the reader's labels in place of axes."""
         through: list[LayoutCopy] = []
         shape: list[object] = []
         while value[0].op == "call_function" and (instance := self.factors.instances[value[0]]).kind == "layout":
@@ -320,7 +320,7 @@ class _SpaceBuilder:
         source, index = instance.values[0]
         node, read = instance.node, records(source)[index]
         makes = sum(_bytes(one.shape, one.dtype) for one in records(node))
-        taken = sum(_bytes(one.shape, read.dtype) for one in records(node))  # a part of what is there, or all of it as another dtype
+        taken = sum(_bytes(one.shape, read.dtype) for one in records(node))  # a part of the source, or all of it in another dtype
         return LayoutCopy(node, min(_bytes(read.shape, read.dtype), taken), makes, self.position[node], self.standing.seam(node))
 
     def _whole_sharding(self, value: Value) -> Sharding:
@@ -337,14 +337,14 @@ def _as_items(legal: Mapping[str, list[int | None]]) -> tuple[tuple[str, tuple[i
 
 
 def _with_labels(whole: Sharding, labels: Landing) -> Sharding:
-    """A sharding whose axes are the labels of its slots, as text: layout operators move them as they do axes."""
+    """A sharding with labels of its slots, as text, in place of axes: layout operators map them like axes."""
     for label, (dim, position, _) in zip(labels, list(whole.parts()), strict=True):
         whole = whole.with_axes(dim, position, (f"{label}",))
     return whole
 
 
 def leaves_of(node: Node) -> tuple[object, ...]:
-    """The arguments of a call that are no values."""
+    """Leaves of a call's arguments, with None in place of nodes."""
     found = (one for argument in (*node.args, *node.kwargs.values()) for one in leaves(argument))
     return tuple(None if isinstance(one, Node) else one for one in found)
 

@@ -13,17 +13,17 @@ LEFT_OUT: Final = (
     "plans that treat layers of equal structure differently",
     "buckets, windows of gathers and memory that values share: the program's own walk has them",
 )
-"""What the model leaves out. The few best are priced by the clock and the walk, which do not."""
+"""Effects outside the cost model. The few best choices are priced again by the clock and the liveness walk, which have them."""
 
 
 @dataclass(frozen=True)
 class Certificate:
     """
-    seconds  of the choice, by the model
-    bound    no choice of the model costs less
-    held     bytes that a rank holds at most, by the model;  budget  that it was to keep, None: none
-    options  of all classes together;  classes  how many are decided
-    near     whether these are not all options: of many axes, those that differ from a plan before it along two of them at most
+    seconds  of the choice, by the cost model
+    bound    lower bound on the seconds of every choice of the model
+    held     peak bytes of a rank, by the model;  budget  limit on these, None without one
+    classes  number of decision classes;  options  number of options of all classes together
+    near     whether these are not all options but, for many axes, those that differ from an earlier plan along few axes
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """The part of the seconds that a better choice could save at most."""
+        """Largest part of the seconds that a better choice could save."""
         return max(0.0, 1.0 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:

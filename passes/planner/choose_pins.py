@@ -1,13 +1,13 @@
-"""Operator pins for choices: few lines, each true, that cover every operator which needs one.
+"""Operator pins for choices: few plan lines, true of all operators that they match, for all operators that need a pin.
 
     model.layers.0.mlp.up_proj/forward/mm  ffn/tp
     model.layers.1.mlp.up_proj/forward/mm  ffn/tp            pin op:model.layers.*.mlp.up_proj: ffn/tp
     model.layers.0.mlp.up_proj/backward/mm  ffn/tp    ...
 
-A line is true if every operator that it is about does what it says, so it may be about more operators than have to be told; one that does
-something else along another axis for being told is then told all. Lines are taken by how many they tell of those that are left (the greedy
-cover; Chvatal, Mathematics of Operations Research 4(3), 1979). Operators of layers that do alike count as one: the number of lines does not
-go by the number of layers.
+A line is true if all operators that it matches are decided as it says; it may therefore match operators that need no pin. An operator that
+such a line would change along another axis is then pinned along all axes. Lines are chosen by greedy set cover (Chvatal, Mathematics of
+Operations Research 4(3), 1979). Equal operators of several layers count as one: the number of lines does not grow with the number of
+layers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshc.passes.planner.needed_pins import NeededPins
 from meshc.plan.entries import OperatorPin, OperatorSplit
 
 Needs = Mapping[Node, Sequence[frozenset[str]]]
-"""Of operators that must be told: sets of axes, each of which is enough."""
+"""By operator that needs a pin: sets of axes, each of which is sufficient."""
 
 
 @dataclass(frozen=True)
 class _LayerOperators:
-    """Operators of layers that do alike; the first stands for all.
+    """Operators of several layers with equal assignments; the first stands for all.
 
-    name  theirs together, or the operator's own;  members  each one's
-    does  what it does, as a pin of it says;  needs  as above, empty for one that need not be told
+    name   with wildcards for layer numbers, or of the one operator;  members  names of all
+    told   the decided assignment;  does  the same as a pin;  needs  sufficient sets of axes, empty if no pin is needed
     """
 
     name: str
@@ -49,7 +49,7 @@ class _LayerOperators:
 
 
 def choose_pins(placed: PlacedModel, walked: NeededPins) -> tuple[OperatorPin, ...]:
-    """Lines that tell those that must be told. `placed` has been annotated and has choices."""
+    """Pin lines for all operators that need one by `walked.needs`. `placed` has been annotated and has choices."""
     named = named_operators(placed)
     kinds = list(_layer_operators(placed, named, walked.needs))
     while True:
@@ -97,7 +97,7 @@ def _split_of_token(placed: PlacedModel, instance: Instance, token: Token, axes:
 
 
 def _pin_along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:
-    """What a pin says of some axes."""
+    """The part of a pin about `axes`."""
     splits = (replace(split, axes=tuple(axis for axis in split.axes if axis in axes)) for split in does.splits)
     return OperatorPin(
         does.pattern, tuple(split for split in splits if split.axes),
@@ -106,10 +106,10 @@ def _pin_along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:
 
 
 class _PinCover:
-    """Sets of kinds as bits of integers: the n-th bit is the n-th kind.
+    """Greedy cover of kinds by pin lines. A set of kinds is an integer, its n-th bit the n-th kind.
 
-    about  by pattern, those that it matches, and those of which it matches some;  false  by what a pin says, those that do otherwise
-    tells  likewise, those for which it is enough;  hears  those that have what it speaks of
+    about  by pattern: kinds that match, and kinds with a member that matches;  false  by pin: kinds that are decided otherwise
+    tells  by pin: kinds for which the pin is sufficient;  hears  kinds to which the pin applies
     """
 
     def __init__(self, placed: PlacedModel, kinds: Sequence[_LayerOperators]) -> None:
@@ -126,10 +126,10 @@ class _PinCover:
         for line, cover in covers.items():
             heappush(queue, (-cover.bit_count(), len(str(line)), str(line), line))
         taken: list[OperatorPin] = []
-        while left and queue:  # what no line tells (sizes that a pin may not split so) is found by who compares
+        while left and queue:  # `write_plan.difference` finds what no pin can say (sizes that it may not split so)
             count, length, text, line = heappop(queue)
             tells = (covers[line] & left).bit_count()
-            if tells < -count:  # of those that it told, some have been told since
+            if tells < -count:  # some of its kinds are covered by now
                 heappush(queue, (-tells, length, text, line))
                 continue
             taken.append(line)
@@ -141,7 +141,7 @@ class _PinCover:
         return tuple(sorted(taken, key=lambda line: (covers[line] & -covers[line], str(line))))
 
     def covered_operators(self, lines: Sequence[OperatorPin]) -> Iterator[tuple[int, str, frozenset[str]]]:
-        """By kind, each operator that lines are about, and along which axes they tell it."""
+        """(kind, operator, axes of its pins) of each operator that `lines` match."""
         axes: dict[tuple[int, str], set[str]] = defaultdict(set)
         for line in lines:
             heard = self.about[line.pattern][1] & self.hears[replace(line, pattern="")]
@@ -162,11 +162,11 @@ class _PinCover:
                         yield line, self._cover(said, pattern)
 
     def _sayings(self, kind: _LayerOperators) -> Iterable[OperatorPin]:
-        """What may be said of one that must be told: as little as is enough, or all."""
+        """Pins, without a pattern, of a kind that needs one: of each sufficient set of axes, and of all axes."""
         return dict.fromkeys(_pin_along(kind.does, axes) for axes in (*kind.needs, kind.told.axes)) if kind.needs else ()
 
     def _cover(self, said: OperatorPin, pattern: str) -> int:
-        """Those that a line tells, if it is true of all that it is about; else none."""
+        """Kinds that a line covers, none if it is false of an operator that it matches."""
         if pattern not in self.about:
             self.about[pattern] = self._matches(OperatorPin(pattern))
         every, some = self.about[pattern]
@@ -200,13 +200,13 @@ class _PinCover:
 
 
 def _agrees(told: Directive, done: Directive) -> bool:
-    """Whether an operator does what it is told."""
+    """Whether an operator decided as `done` follows `told`."""
     mine = done.along(told.axes)
     return dict(told.tokens) == dict(mine.tokens) and set(told.deferred) == set(mine.deferred)
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Patterns that match an operator, from its own name to all of them."""
+    """Patterns that match the operator `name`, from its own name to all operators of its kind or phase."""
     module, phase, operator = name.split("/")
     parts = module.split(".")
     modules = [module, *(".".join((*parts[:count], "*")) for count in range(len(parts) - 1, 0, -1)), "*"]

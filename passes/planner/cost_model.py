@@ -4,8 +4,8 @@
 
 Members are counted in the whole model, where only some of its layers were captured.
 
-A change is made once for all readings that want it: of a value as it is for good, or, where it gathers, in each phase (what forward has
-gathered is gathered again for backward, as `partition` does). Where a class reads what it makes itself, its own option says both.
+A change of sharding is shared by all readings that want it: in the whole step, or, of a gather, within a phase (backward gathers again what
+forward has gathered, as `partition` does). Where a class reads a value of its own, one option determines both forms.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from meshc.passes.planner.search_space import (
 from meshc.passes.planner.tile_prices import OperatorPrices
 
 Pick: TypeAlias = tuple[int, ...]
-"""The option of each class."""
+"""Index of the option of each class."""
 
 
 @dataclass(frozen=True)
 class Leg:
     """Readings of a group by one class, in one phase.
 
-    forms    of the reader's options: which of the group's wanted forms each wants
-    price    seconds from each given form to each wanted form
-    gathers  where that makes the value larger, for this phase only
-    A reader that decides nothing is the maker's class: its forms follow from the maker's option.
+    forms     by option of the reader: index of the wanted form in `wants` of the group
+    price     seconds from each given form to each wanted form
+    gathers   whether such a change is a gather, which serves this phase only
+    readings  indices among the readings of a value
+    A reader without a decision counts as the maker's class: its forms follow from the maker's option.
     """
 
     reader: int
@@ -59,11 +60,11 @@ class Leg:
 
 @dataclass(frozen=True)
 class ValueGroup:
-    """Values of one class, made alike and read alike.
+    """Values of one class, with equal makers and readings.
 
-    count   how many the whole model has of them
-    maker   its class;  given  which of `lies` each of its options gives
-    lies    forms in which it is given;  wants  all forms in which it is wanted
+    count   number in the whole model
+    maker   class that makes them;  given  by option of the maker: index in `lies`
+    lies    given forms;  wants  wanted forms
     """
 
     values: tuple[DecidedValue, ...]
@@ -76,13 +77,13 @@ class ValueGroup:
     held: Floats
     """Bytes of each given form on a rank."""
     brought: Floats
-    """Likewise of each wanted form."""
+    """Bytes of each wanted form on a rank."""
 
 
 @dataclass
 class CostModel:
     """
-    own  seconds of each class's options, all its members together
+    own  by class: seconds of each option, for all members together
     """
 
     space: SearchSpace
@@ -96,18 +97,18 @@ class CostModel:
         return self.space.decisions[self.folded.members[number][0]]
 
     def count(self, number: int) -> int:
-        """Its members in the whole model."""
+        """Number of members of a class in the whole model."""
         return sum(self.space.decisions[key].count for key in self.folded.members[number])
 
     # ------------------------------------------------------------------------------------------------------------------ the objective
 
     def seconds(self, pick: Sequence[int]) -> float:
-        """What a choice of an option for each class costs."""
+        """Seconds of the choice `pick`."""
         total = float(sum(own[option] for own, option in zip(self.own, pick, strict=True)))
         return total + sum(self.reshard_seconds(group, pick) for group in self.groups)
 
     def reshard_seconds(self, group: ValueGroup, pick: Sequence[int]) -> float:
-        """The changes of sharding of one group's values."""
+        """Seconds of the changes of sharding of a group's values."""
         lies = group.given[pick[group.maker]]
         paid: dict[tuple[int, str], float] = {}
         for leg in group.legs:
@@ -165,7 +166,7 @@ def _group(model: CostModel, values: tuple[DecidedValue, ...]) -> ValueGroup:
 
 
 def _reader(model: CostModel, maker: int, reading: Reading) -> tuple[int, Sequence[Option]]:
-    """The class that reads, with its options; what decides nothing goes with the maker."""
+    """Class and options of a reader; a reader without a decision counts as the maker's class."""
     if reading.wants is not None or reading.reader not in model.folded.of:
         options = model.decision(maker).options
         return maker, options
@@ -174,14 +175,14 @@ def _reader(model: CostModel, maker: int, reading: Reading) -> tuple[int, Sequen
 
 
 def _gathers(sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.bool_]:
-    """Which changes make a value larger that is partial over nothing."""
+    """Whether each change is a gather: of a value that is partial over nothing, to fewer axes."""
     before, after = (np.array([sum(map(len, form[0])) for form in forms], dtype=int) for forms in (sources, targets))
     settled = np.array([not form[1] for form in sources], dtype=bool)
     return (after[None, :] < before[:, None]) & settled[:, None]
 
 
 def _copy_seconds(model: CostModel, group: ValueGroup) -> Floats:
-    """Seconds, per option of the maker, of the casts and copies that lie between a value and its readers, each once."""
+    """Seconds, by option of the maker, of casts and copies between a value and its readers, each counted once."""
     value, device = group.values[0], model.operators.device
     copies = {copied.node: copied for reading in value.readings for copied in reading.through}
     if not copies:

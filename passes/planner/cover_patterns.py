@@ -5,9 +5,9 @@
   gives
     layers.*.attn.[kq]_proj.weight
 
-A name stands for itself, or, where that is right, for those of all layers; two that differ in one place are one pattern, if that matches
-nothing wrong. Those that match most are taken first (the greedy cover; Chvatal, Mathematics of Operations Research 4(3), 1979); of
-patterns that match as many, the one that matches least beside them, and then the one with fewest wildcards.
+A candidate is a name, with a wildcard for its layer number if that matches nothing wrong, or two such that differ in one place, merged if
+that matches nothing wrong. The pattern that matches most uncovered names comes first (greedy set cover; Chvatal, Mathematics of Operations
+Research 4(3), 1979); of equal ones that with the fewest names beyond the needed ones, then with the fewest wildcards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.cost.divided_work import collapse_layers
 
 
 def cover_patterns(needed: Collection[str], right: Collection[str], names: Sequence[str]) -> list[str]:
-    """They match all that is `needed`, and of `names` nothing else but what is `right`; in the order of the names."""
+    """Patterns that match all `needed` names, and no other of `names` than those in `right`; in the order of the names."""
     wanted, well = set(needed), {*needed, *right}
     about: dict[str, frozenset[str]] = {}
     forms = dict.fromkeys(form for name in names if name in wanted for form in _forms(name, names, well, about))
@@ -41,7 +41,7 @@ def cover_patterns(needed: Collection[str], right: Collection[str], names: Seque
 
 
 def _forms(name: str, names: Sequence[str], well: set[str], about: dict[str, frozenset[str]]) -> Iterator[str]:
-    """What a name is part of: its own, or with those of other layers, if that is right."""
+    """The candidate of one name: with a wildcard for its layer number, or the name itself where that matches something wrong."""
     of_layers = collapse_layers(name)
     if of_layers in about or _is_true(of_layers, names, well, about):
         yield of_layers
@@ -51,7 +51,7 @@ def _forms(name: str, names: Sequence[str], well: set[str], about: dict[str, fro
 
 
 def _is_true(pattern: str, names: Sequence[str], well: set[str], about: dict[str, frozenset[str]]) -> bool:
-    """Whether it matches nothing wrong; what it is about is kept then."""
+    """Whether `pattern` matches names in `well` only; if so, the matches are recorded in `about`."""
     if pattern not in about:
         found = frozenset(filter(re.compile(translate(pattern)).match, names))
         if not found <= well:
@@ -61,14 +61,14 @@ def _is_true(pattern: str, names: Sequence[str], well: set[str], about: dict[str
 
 
 def _merged_patterns(forms: Sequence[str]) -> Iterator[str]:
-    """Patterns of two or more that differ in one place."""
+    """Patterns for two or more forms that differ in one place."""
     letters: dict[tuple[str, str], dict[str, None]] = {}
     found: dict[str, None] = {}
     for one, other in combinations(forms, 2):
         front = commonprefix([one, other])
         back = commonprefix([one[len(front) :][::-1], other[len(front) :][::-1]])[::-1]
         rest = [text[len(front) : len(text) - len(back)] for text in (one, other)]
-        number = front[-1:] in ("", ".") and back[:1] in ("", ".")  # of a layer: those are said by `*`, or one by one
+        number = front[-1:] in ("", ".") and back[:1] in ("", ".")  # a layer number: `*` or single names stand for these
         if all(len(text) == 1 and text.isalnum() for text in rest) and not number:
             letters.setdefault((front, back), {}).update(dict.fromkeys(rest))
         head, tail = front[: _end_of_words(front)], back[len(back) - _end_of_words(back[::-1]) :]
@@ -78,7 +78,7 @@ def _merged_patterns(forms: Sequence[str]) -> Iterator[str]:
 
 
 def _end_of_words(text: str) -> int:
-    """How much of a text is whole words and what stands between them."""
+    """Length of the part of a text up to its last separator, included."""
     return max(text.rfind("."), text.rfind("_")) + 1
 
 

@@ -1,10 +1,10 @@
-"""Multiplicity of decisions and values: how many of the whole model each stands for, where only a few layers were captured.
+"""Multiplicity of decisions and values in the whole model, where only a few layers were captured.
 
-    forward    0 -> 1 -> 2 -> 3      what goes from one layer inside to the next: what 1 makes for 2
-    backward   3 -> 2 -> 1 -> 0      what 2 makes for 1
+    forward    0 -> 1 -> 2 -> 3      repeated from layer to layer: values that block 1 makes for block 2
+    backward   3 -> 2 -> 1 -> 0      values that block 2 makes for block 1
 
-A decision of block 1 stands for those of all layers that were left out, and block 2 decides as it does: between the two come their copies.
-What block 0 hands to block 1 must then lie as what block 1 hands to block 2, and what block 3 wants of block 2 as what block 2 wants of
+A decision of block 1 stands for those of all omitted layers, and block 2 decides as block 1: the omitted layers come between the two.
+Values of block 0 for block 1 must then be sharded as those of block 1 for block 2, and block 3 must want of block 2 what block 2 wants of
 block 1; likewise in backward.
 """
 
@@ -22,7 +22,7 @@ from meshc.passes.planner.search_space import DecidedValue, Key, Reading
 
 
 def count_values(made: Mapping[Value, DecidedValue], standing: LayerMultiplicity) -> None:
-    """Notes of each value how many it stands for."""
+    """Sets `count` of each value: the number of values of the whole model that it stands for."""
     back = {
         (standing.twin[node], index)
         for (node, index), value in made.items()
@@ -35,7 +35,7 @@ def count_values(made: Mapping[Value, DecidedValue], standing: LayerMultiplicity
 
 
 def twin_decisions(decisions: Collection[Key], standing: LayerMultiplicity, parameters: Mapping[str, Node]) -> dict[Key, Key]:
-    """The decisions of each block 2, with those of block 1 that they must be like. Raises Unequal where there is none."""
+    """Decision of block 2 -> decision of block 1 that it must equal. Raises Unequal where there is none."""
     names = {node: name for name, node in parameters.items()}
     found: dict[Key, Key] = {}
     for key in decisions:
@@ -51,8 +51,7 @@ def twin_decisions(decisions: Collection[Key], standing: LayerMultiplicity, para
 def neighbours(
     made: Mapping[Value, DecidedValue], standing: LayerMultiplicity, twins: Mapping[Key, Key], stored: Mapping[Key, Key]
 ) -> dict[Key, Key]:
-    """Decisions of blocks 0 and 3 with those of block 1 that they should be like, where the two can be decided alike. `stored`: what the
-    two store."""
+    """Decision of block 0 or 3 -> decision of block 1 that it should equal. `stored`: result of `storage_neighbours`."""
     if not standing.twin:
         return {}
     other = {one: node for node, one in standing.twin.items()}
@@ -74,13 +73,12 @@ def neighbours(
         for one, block, like, inside in pairs:
             for mine, theirs in _pairs(_readings_of_block(one, block, standing), _readings_of_block(like, inside, standing), standing):
                 found.setdefault(mine.reader, twins.get(theirs.reader, theirs.reader))
-    found.update(stored)  # the norm of all gradients adds up what they leave partial, layer by layer
+    found.update(stored)  # the norm of all gradients adds up partial sums layer by layer
     return {key: twin for key, twin in found.items() if key not in twins and key != twin}
 
 
 def storage_neighbours(decisions: Collection[Key], standing: LayerMultiplicity, parameters: Mapping[str, Node]) -> dict[Key, Key]:
-    """How the layers of blocks 0 and 3 store their parameters and states, with how those of block 1 do it. Equal layers have theirs in
-    one order."""
+    """Storage decision of block 0 or 3 -> that of block 1 for the same parameter. Parameters of equal layers come in one order."""
     names: dict[tuple[int, int, int], list[str]] = defaultdict(list)
     for name, node in parameters.items():
         if node in standing.block:
@@ -98,7 +96,7 @@ def _is_of_block(standing: LayerMultiplicity, node: Node, block: int) -> bool:
 
 
 def _pairs(mine: Iterable[Reading], theirs: Iterable[Reading], standing: LayerMultiplicity) -> Iterator[tuple[Reading, Reading]]:
-    """Readings of two blocks that the same layers of them make, in order. Block 0 and block 3 may have less layers."""
+    """Readings of two blocks by equal layers, paired in order. Blocks 0 and 3 may have fewer layers."""
     rows: dict[int, list[Reading]] = defaultdict(list)
     for one in theirs:
         rows[_place(one, standing)].append(one)
@@ -115,5 +113,5 @@ def _place(reading: Reading, standing: LayerMultiplicity) -> int:
 
 
 def _readings_of_block(value: DecidedValue, block: int, standing: LayerMultiplicity) -> Iterator[Reading]:
-    """What a block reads of a value, in order."""
+    """Readings of a value by a block, in order."""
     return (reading for reading in value.readings if reading.node is not None and _is_of_block(standing, reading.node, block))

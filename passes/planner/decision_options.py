@@ -1,10 +1,10 @@
-"""The options of a decision: for each axis a legal label, none, or (past operators that are linear) a sum that stays partial.
+"""Options of a decision: for each axis a legal label, none, or (past linear operators) a deferred partial sum.
 
     mm "m k, k n", m = batch * seq, on dp=2, tp=2        dp: batch, seq, k, n or none; tp likewise; a label that is large enough takes both
 
-An axis may take a factor that it does not divide, as long as tiles hold no more padding than entries. Axes of one label of an operator
-stand in the order of the mesh; those of one slot of what is stored in any order, since which of them is outside decides whether its gather
-and its reduction are one collective each.
+An axis may split a factor that it does not divide, as long as tiles hold no more padding than entries. Axes of one label of an operator are
+in mesh order; those of one slot of a stored tensor are in any order, since the major axis decides whether gather and reduction are one
+collective each.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from meshc.ir.sharding import tile_sizes
 from meshc.passes.planner.search_space import Axes, Option
 
 WASTE: Final = 2.0
-"""Tiles may hold so many positions for each real one."""
+"""Most positions of tiles for each real position."""
 
 DEFERRED: Final = -1
-"""In the place of a label: the axis takes none, and what the operator reads and makes stays partial over it."""
+"""In place of a label: the axis splits none, and operands and results are partial over it."""
 
 
 TOGETHER: Final = 1
-"""Axes along which an option may differ from a base, where there are too many axes for all options: two would be half a million pairs of
-forms on four axes that no other mesh knows, a tenth of a percent for three times the seconds."""
+"""Axes along which an option may differ from a base, where there are too many axes for all options. Two would be half a million pairs of
+forms on a mesh of four axes, and save a tenth of a percent for three times the seconds."""
 
 
 @dataclass(frozen=True)
 class OptionRules:
-    """What a decision may be.
+    """Rules for the options of a decision.
 
     sizes     of the labels
-    legal     the axes that are open, each with the labels that it may take; with None among them, it may take none
-    held      (label, axes that it has in any case); `deferred` likewise what is partial in any case
-    mesh      (axis, ranks), in the order of the mesh
-    defers    whether sums may stay partial;  ordered  whether axes of one label stand in the order of the mesh
+    legal     by open axis: labels that it may split, None: it may split none
+    held      (label, axes that split it in any case);  deferred  axes that are deferred in any case
+    mesh      (axis, ranks), in mesh order
+    defers    whether sums may stay partial;  ordered  whether axes of one label are in mesh order
     tied      (label, label) that are split together
-    pinned    (label, its axes), if there is an option with them
+    pinned    (label, its axes), kept if some option has them
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class OptionRules:
         return tuple(one for one in found if all(one.axes[label] == axes for label, axes in self.pinned)) or found
 
     def options_around(self, bases: Iterable[Option]) -> tuple[Option, ...]:
-        """Those that differ from one of the bases along TOGETHER axes at most."""
+        """Options that differ from one of the bases along at most TOGETHER axes; all options if there are none."""
         if len(self.legal) <= TOGETHER:
             return self.options()
         found: dict[Option, None] = {}
@@ -71,7 +71,8 @@ class OptionRules:
         return tuple(found) or self.options()
 
     def _with_moving(self, moving: Mapping[str, tuple[int | None, ...]], base: Option) -> OptionRules:
-        """The other axes stay where the base has them, if they may be there, and take the first that they may otherwise."""
+        """Rules in which only the axes of `moving` are open; others keep their label of the base if legal, else none, or the first legal
+        one."""
         labels, partial = {label: list(axes) for label, axes in self.held}, list(self.deferred)
         for axis, may in self.legal:
             if axis in moving:
@@ -100,7 +101,7 @@ def options(
     ordered: bool = True,
     tied: Mapping[int, int] | None = None,
 ) -> tuple[Option, ...]:
-    """All of them (`Possible` has what the arguments are)."""
+    """All options; `OptionRules` describes the parameters."""
     order = list(mesh)
     found: dict[Option, None] = {}
     for taken in product(*([*legal[axis], *((DEFERRED,) if defers else ())] for axis in legal)):
@@ -122,13 +123,13 @@ def options(
 
 
 def fits(size: int, counts: Sequence[int]) -> bool:
-    """Whether a factor may be split so: every split has something to split, and there is not more padding than entries."""
+    """Whether `counts` may split a factor of this size: each splits more than one entry, and there is no more padding than entries."""
     tiles = tile_sizes(size, counts)
     return all(tile > 1 for tile in tiles[:-1]) and tiles[-1] * prod(counts) <= WASTE * size
 
 
 def orders(axes: Mapping[int, list[str]], held: Mapping[int, Axes], order: Sequence[str], ordered: bool) -> Iterator[dict[int, Axes]]:
-    """The orders in which the axes of each label may stand; those that are held stay in theirs."""
+    """Possible orders of the axes of each label; held axes keep theirs."""
     choices: list[list[Axes]] = []
     for label, row in axes.items():
         fixed = held.get(label, ())

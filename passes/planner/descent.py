@@ -1,8 +1,8 @@
 """Choice decoded from messages, then improved one class at a time (coordinate descent).
 
-Classes are decided in the order of the graph, each by what it costs beside those that are decided and by the
-messages of those that are not. Then each takes what is best beside all others, until none changes. What one class's options cost is
-exact, shared changes included; of memory that costs seconds, a form that is brought counts as long as the reader that keeps it longest.
+Classes are decided in graph order, each by its cost given the classes already decided and by messages for the others. Then each class takes
+its best option given all others, until none changes. The cost of a class's options is exact, shared changes of sharding included; where
+memory has a price, a resharded form counts once, for the reader that keeps it alive longest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshc.passes.planner.search_space import Floats
 
 ROUNDS: Final = 50
 OPEN: Final = -1
-"""A class that is not decided."""
+"""In place of an option: the class is not decided."""
 BETTER: Final = 1e-12
-"""Seconds by which a class's option must be better to be taken."""
+"""Seconds by which another option of a class must be better."""
 
 
 class Descent:
@@ -72,7 +72,7 @@ class Descent:
     # ------------------------------------------------------------------------------------------------------------------ one class's options
 
     def costs(self, number: int, pick: Sequence[int]) -> Floats:
-        """What each option that is left costs beside what is decided, and by messages beside what is not."""
+        """Cost of each option that is left, exact for decided neighbours and by messages for the others."""
         found = self.plain[number].copy()
         for group in self.makes[number]:
             found += self._maker_costs(group, number, pick)

@@ -1,16 +1,16 @@
 """Lower bound on every choice by dual ascent: messages between classes, and the least cost of each option above the bound.
 
-Each leg sends its maker's class a message for each form that is given, and its reader's a message for each form that is wanted. What they
-take from each other is never more than the change of sharding costs, of legs that share a change together:
+Each leg sends its maker's class a message for each given form, and its reader's class one for each wanted form. The sum of both is at most
+the price of the change of sharding; legs that share a change share its price:
 
     sum over legs of max(0, to_maker[a] + to_reader[b])  <=  price[a, b]                  to_maker, to_reader: of any sign
 
-Then no choice costs less than the sum over classes of the least of (own + messages). A sweep goes through the classes in the order of
-the graph and back: each takes from its legs behind all that there is, and gives to those ahead what it has beyond its least, in equal
-shares. The bound never falls. (Kolmogorov: Convergent tree-reweighted message passing, PAMI 28(10), 2006; of shared changes it is the dual
-ascent of facility location: Erlenkotter, Operations Research 26(6), 1978.)
+Then the sum over classes of the least (own + messages) is a lower bound. A sweep visits the classes in graph order and back: each takes all
+that is left of the price of legs behind it, and gives the excess of its options over the least to the legs ahead, in equal shares. The
+bound never falls. (Kolmogorov: Convergent tree-reweighted message passing, PAMI 28(10), 2006; for shared changes this is the dual ascent of
+facility location: Erlenkotter, Operations Research 26(6), 1978.)
 
-An option with which the bound is above what some choice costs is in no better one: it is dropped, and sweeps become shorter.
+An option that raises the bound above the cost of a known choice is in no better choice: it is dropped, and sweeps become shorter.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshc.passes.planner.unique_numbers import unique_with_inverse
 class Side:
     """One end of a leg.
 
-    number  its class;  forms  those of the group that its options take
-    at      of each option, which of them;  message  of each of them
+    number  its class;  forms  forms of the group that options of the class give or want
+    at      by option: index in `forms`;  message  by form
     """
 
     number: int
@@ -41,7 +41,7 @@ class Side:
     message: Floats
 
     def without_messages(self) -> Side:
-        """With no message yet."""
+        """A copy with messages of zero."""
         found = copy(self)
         found.message = np.zeros(len(self.forms))
         return found
@@ -52,19 +52,20 @@ class Side:
         self.starts = counts.cumsum() - counts
 
     def least(self, costs: Floats) -> Floats:
-        """Of each form the least of its options."""
+        """By form: the least of its options' costs."""
         found: Floats = np.minimum.reduceat(costs[self.order], self.starts)
         return found
 
 
 @dataclass
 class Edge:
-    """A leg between two classes, of the options that are left.
+    """A leg between two classes, over the options that are left.
 
-    price   seconds of each given form and each wanted form, and what memory that it alone keeps alive costs (`extra`)
-    share   of a change that others may pay for too: what this leg takes of it
-    columns of what all legs of the group take: those of the forms that this one wants
-    mine    that in this leg's phase;  others  in the other phases;  lasting  which changes are paid once for all phases (none: None)
+    price    seconds by given and wanted form, `extra` included: the price of memory that this leg alone keeps alive
+    share    of the price of a shared change: the part that this leg pays
+    columns  of `SharedChanges.taken`: the forms that this leg wants
+    mine     `taken` of its phase;  others  of other phases
+    lasting  1.0 for changes that are paid once for all phases, else 0.0; None: 1.0 for all, where there are `others`
     """
 
     group: int
@@ -83,14 +84,15 @@ class Edge:
 
 @dataclass
 class SharedChanges:
-    """What legs of a group take together of each change, by phase: what gathers is paid in each. `lasting`: what does not."""
+    """Seconds that all legs of a group pay for each change, by phase. `lasting`: 1.0 for changes paid once for all phases, 0.0 for gathers,
+    paid in each."""
 
     taken: dict[str, Floats]
     lasting: Floats
 
 
 class DualAscent:
-    """Messages of a weighed model, some options of each class being left."""
+    """Messages of a weighted model over the options that are left of each class."""
 
     def __init__(self, weighed: Lagrangian, left: Sequence[Numbers], start: DualAscent | None = None) -> None:
         self.weighed, self.left = weighed, list(left)
@@ -116,7 +118,7 @@ class DualAscent:
         self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
 
     def without_messages(self) -> DualAscent:
-        """Over the same options, with no messages yet."""
+        """A copy with messages of zero."""
         found = copy(self)
         found.common = {
             number: SharedChanges({phase: np.zeros_like(taken) for phase, taken in common.taken.items()}, common.lasting)
@@ -153,7 +155,7 @@ class DualAscent:
         self.edges += edges
 
     def _share_changes(self, group: ValueGroup, given: Numbers, edges: Sequence[Edge]) -> SharedChanges:
-        """Memory that several legs keep alive each alone is taken in equal parts."""
+        """Sets up the sharing of changes by `edges`; each pays an equal part of the memory that several of them keep alive."""
         covering = [(edge, edge.extra) for edge in edges if edge.extra is not None]
         for edge, extra in covering:
             part = extra / len(covering)
@@ -175,7 +177,7 @@ class DualAscent:
         return common
 
     def _resume(self, start: DualAscent) -> None:
-        """Messages of another ascent of the same model, as far as they are still allowed."""
+        """Takes over messages of another ascent of the same model, as far as prices allow."""
         known = {(edge.group, edge.leg): edge for edge in start.edges}
         for edge in self.edges:
             was = known.get((edge.group, edge.leg))
@@ -189,7 +191,7 @@ class DualAscent:
         self.settle()
 
     def settle(self) -> None:
-        """The bound of the messages as they are."""
+        """Computes the bound of the current messages."""
         for number in range(len(self.own)):
             self.least[number] = self.costs(number).min()
 
@@ -197,18 +199,18 @@ class DualAscent:
 
     @property
     def lower_bound(self) -> float:
-        """No choice of the options that are left costs less."""
+        """Lower bound on the cost of every choice of options that are left."""
         return float(self.least.sum())
 
     def costs(self, number: int) -> Floats:
-        """What the options of a class cost with the messages that it has; beyond the least of them it is beyond the bound."""
+        """Cost of each option of a class, messages included; the excess over the least is that over the bound."""
         found = self.own[number].copy()
         for _, mine, _ in self.at[number]:
             found += mine.message[mine.at]
         return found
 
     def sweep(self, known: float = np.inf) -> None:
-        """Marks the options with which nothing costs less than what is `known`."""
+        """Visits all classes forth and back; `keep` loses the options that no choice of less than `known` seconds has."""
         for forward in (True, False):
             numbers = range(len(self.own))
             for number in numbers if forward else reversed(numbers):
@@ -231,7 +233,7 @@ class DualAscent:
                 self.take(edge)
 
     def room(self, edge: Edge) -> Floats:
-        """What there is for a leg's two messages together."""
+        """Upper limit on the sum of a leg's two messages."""
         if edge.share is None or edge.mine is None:
             return edge.price
         late = self.late[edge.group]
@@ -239,13 +241,13 @@ class DualAscent:
         while late:
             self._take(late.popitem()[1])
         if own is not None:
-            late[edge.leg] = own  # whatever it takes is not others'
+            late[edge.leg] = own  # the room of a leg is independent of its own share
         room: Floats = edge.price - edge.mine[:, edge.columns]
         room += edge.share
         return room
 
     def take(self, edge: Edge) -> None:
-        """With new messages it takes another share, when another leg asks what there is: until then they may change again."""
+        """Marks the leg's share as outdated; it is computed when another leg asks for room, since messages may change until then."""
         if edge.share is not None:
             self.late[edge.group][edge.leg] = edge
 
@@ -264,14 +266,14 @@ class DualAscent:
             for taken in edge.others:
                 taken[:, edge.columns] += change
 
-    # --------------------------------------------------------------------------------------------------------------------------- dropped
+    # ---------------------------------------------------------------------------------------------------------- excess over the bound
 
     def beyond(self) -> list[Floats]:
-        """Of each class's options, what a choice with it costs at least beyond the bound."""
+        """By class: least excess over the bound of a choice with each option."""
         return [self.costs(number) - self.least[number] for number in range(len(self.own))]
 
     def pairs(self) -> dict[tuple[int, int], Floats]:
-        """Likewise of each given form and each wanted form of a leg, by group and leg."""
+        """By group and leg: least excess over the bound of a choice with each given and wanted form."""
         beyond = self.beyond()
         found: dict[tuple[int, int], Floats] = {}
         for edge in self.edges:
@@ -282,6 +284,6 @@ class DualAscent:
 
 
 def _as_slice(numbers: Numbers) -> slice | Numbers:
-    """Numbers in a row as a slice, which makes no copy of what it picks."""
+    """Consecutive numbers as a slice, which picks without a copy."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

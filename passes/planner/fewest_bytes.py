@@ -1,10 +1,10 @@
 """Fewest peak bytes of any choice, as a lower bound and a choice, for the error where nothing keeps a budget.
 
-    weights of moments, 1 in all        no choice holds less, at its fullest moment, than the least weighed sum of bytes
-    choices that are known              weights at which the cheapest of them is dearest come next (a matrix game: von Neumann, 1928)
+    weights of moments, 1 in all        the least weighted sum of bytes is a lower bound on peak bytes
+    known choices                       the next weights maximize the least weighted sum over these (a matrix game: von Neumann, 1928)
 
-Seconds do not count, so a model of bytes alone is asked, by the messages that the search itself is asked by (`dual_ascent.py`). What they
-leave open is asked of branch and bound, once they bring nothing new: whether some choice holds a little less than the least that is known.
+Seconds do not count: a cost model of bytes alone is solved by the messages of the search (`dual_ascent.py`). Once these bring no new
+choice, branch and bound looks for one with slightly fewer bytes than the best known.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshc.passes.planner.relaxation import BRANCHES, Allowance
 from meshc.passes.planner.search_space import Floats, Numbers
 
 ROUNDS: Final = 12
-"""Of weights, before branch and bound is asked, and after it has found a choice:"""
+"""Most rounds of weights before each run of branch and bound."""
 PROGRAMS: Final = 3
-"""so often at most."""
+"""Most runs of branch and bound."""
 SWEEPS: Final = 4
 GIGA: Final = 1e9
-"""Bytes are weighed as billions: tolerances of solvers are absolute."""
+"""Bytes are weighted as billions: tolerances of solvers are absolute."""
 CLOSE: Final = 1e-3
-"""A choice that holds so much less, of what is known, is not looked for."""
+"""Relative difference in bytes that is not looked for."""
 PAIRS: Final = 2_000
 NODES: Final = 20
 
@@ -40,7 +40,7 @@ NODES: Final = 20
 @dataclass
 class FewestBytes:
     """
-    picks   choices with their bytes at each position;  bound  no choice holds less
+    picks   known choices: bytes at each position;  bound  lower bound on the peak bytes of every choice
     """
 
     model: CostModel
@@ -66,7 +66,7 @@ class FewestBytes:
         return float(self.picks[self.best].max())
 
     def note(self, pick: Pick) -> bool:
-        """Whether it is new; its fullest moment counts from now on."""
+        """Adds `pick` to the known choices; returns whether it is new. Its peak moment has a weight from then on."""
         if pick in self.picks:
             return False
         self.picks[pick] = self.memory.walk(pick)
@@ -88,7 +88,7 @@ class FewestBytes:
             weights = self._dearest_weights()
 
     def _sweep(self, weights: Sequence[float], ascent: DualAscent | None) -> DualAscent:
-        """Messages at these weights, then at others, while that brings choices that are new."""
+        """Messages at `weights`, then at those of `_dearest_weights`, while new choices appear."""
         for _ in range(ROUNDS):
             weighed = Lagrangian(self.bytes, self.memory, {at: one / GIGA for at, one in zip(self.moments, weights, strict=False)})
             ascent = DualAscent(weighed, self.left, ascent)
@@ -103,7 +103,7 @@ class FewestBytes:
         return ascent
 
     def _find_smaller(self, ascent: DualAscent) -> bool:
-        """Whether branch and bound over what weighs least knows of a choice that holds less."""
+        """Whether branch and bound, over options of the fewest weighted bytes, finds a new choice of fewer bytes."""
         known, kept = ascent.weighed.seconds(self.best), options_by_class([self.best], ascent)
         columns, _ = columns_of(ascent, known, kept, self.moments, self.held_bytes * (1 - CLOSE), most=PAIRS)
         if not self.allowed.spend(columns, BRANCHES):
@@ -112,7 +112,7 @@ class FewestBytes:
         return pick is not None and self.note(pick)
 
     def _dearest_weights(self) -> list[float]:
-        """Weights of the moments at which the known choice that weighs least weighs most."""
+        """Weights of the moments that maximize the least weighted bytes of the known choices."""
         count = len(self.moments)
         rows = [[*(-walked[self.moments] / GIGA), 1.0] for walked in self.picks.values()]
         bounds = [*[(0, None)] * count, (None, None)]
@@ -124,7 +124,7 @@ class FewestBytes:
 def find_fewest_bytes(
     model: CostModel, memory: MemoryModel, left: Sequence[Numbers], known: Sequence[Pick], allowed: Allowance | None = None
 ) -> FewestBytes:
-    """From choices that are known; `allowed`: what its programs may come to."""
+    """Fewest bytes over the options `left`, from the choices `known`; `allowed`: allowance of branch and bound."""
     found = FewestBytes(model, memory, left, allowed or Allowance())
     for pick in known:
         found.note(pick)

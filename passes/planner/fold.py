@@ -2,10 +2,9 @@
 
     layers.0 ... layers.31      one class for each operator of a layer, with the first and the last where they differ
 
-A class is found by what an operator is, never by its module's name: it starts as the call itself (operator, arguments, shapes, labels and
-options), and is refined by the classes of what it reads and of what reads it, ROUNDS times, so that equality reaches as far. Members of a
-class decide alike. That is a restriction: the bound of a search holds for plans that treat equal structure equally. Layers between which
-stand others that were not captured are of one class in any case.
+Names of modules do not count: a class starts as equal calls (operator, arguments, shapes, labels and options), and is refined ROUNDS times
+by the classes of what its members read and of their readers. Members of a class have one option, so the bound of a search holds for plans
+that treat equal structure equally. Captured layers with omitted layers between them are in one class in any case.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ ROUNDS: Final = 2
 @dataclass(frozen=True)
 class DecisionClasses:
     """
-    of        the class of each decision;  members  of each class, in graph order: the first stands for all
-    groups    values with their readings, by classes: those of each group cost the same under the same options
+    of        class of each decision;  members  by class, in graph order: the first stands for all
+    groups    values with equal makers and readings: equal options cost the same
     """
 
     of: dict[Key, int]
@@ -39,7 +38,8 @@ class DecisionClasses:
 
 
 def fold(space: SearchSpace, near: bool = False) -> DecisionClasses:
-    """`near`: whether layers beside those that were not captured decide as these, where they hand each other values. Raises Unequal."""
+    """Classes of a space's decisions. `near`: layers that exchange values with omitted layers decide as these, where their calls are equal.
+    Raises Unequal where twins differ."""
     number = _Numbers()
     of = {key: number(("decision", *_call_signature(space, key))) for key in space.decisions}
     for key, twin in space.twins.items():
@@ -81,7 +81,7 @@ def _reading(of: dict[Key, int], reading: object) -> tuple[int, str]:
 
 
 def _operand_place(reading: object) -> tuple[str, int, str]:
-    """Which operand of what: an update is several operators that decide as one."""
+    """(operator, operand, phase) of a reading: an update has several operators but one decision."""
     node = reading.node  # type: ignore[attr-defined]
     return ("" if node is None else op_name(node)), reading.operand, reading.phase  # type: ignore[attr-defined]
 
@@ -97,7 +97,7 @@ def _call_signature(space: SearchSpace, key: Key) -> Iterable[Hashable]:
 
 
 def constant_arguments(node: Node) -> tuple[object, ...]:
-    """The arguments of a call that are no values, but for what each layer has of its own: numbers of random calls, and those in texts."""
+    """Leaves of a call's arguments, None in place of nodes, without what differs by layer: numbers of random calls, and those in texts."""
     args = node.args if call_argument(node) is None else with_call(node, 0)
     found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))
     return tuple(None if isinstance(one, Node) else re.sub(r"\d+", "", one) if isinstance(one, str) else one for one in found)
@@ -108,7 +108,7 @@ def _key_text(key: Key) -> str:
 
 
 class _Numbers:
-    """A number for each thing, in the order in which they come."""
+    """Consecutive numbers of things, in order of first use."""
 
     def __init__(self) -> None:
         self.of: dict[Hashable, int] = {}

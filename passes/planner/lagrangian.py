@@ -1,9 +1,9 @@
-"""Cost model in which bytes at some moments cost seconds: a Lagrangian (Everett, Operations Research 11(3), 1963).
+"""Lagrangian of the cost model, in which bytes at some moments cost seconds (Everett, Operations Research 11(3), 1963).
 
-    seconds of a choice + sum over moments of weight * (bytes that it holds there - budget)        at the least: a bound within the budget
+    seconds of a choice + sum over moments of weight * (bytes that it holds there - budget)        its minimum is a bound within the budget
 
-It is said from below: what a class reads of itself is left out where it may travel with what others read, and a form that is brought
-counts where each of its readers alone keeps it alive. What a bound needs stays true; a choice is judged by the model itself.
+It is a lower estimate: a class's reading of its own value is left out where other legs may share the change, and a resharded form counts
+for each leg only while that leg by itself keeps it alive. Bounds stay valid; `seconds` of a choice is exact.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshc.passes.planner.search_space import Floats
 @dataclass
 class Lagrangian:
     """
-    weights  seconds a byte, by moment
-    plain    of each class's options, all its members together;  own  with what a class reads of itself
-    extra    of each group and each of its legs, seconds of the memory that the leg alone keeps alive, by given form and wanted form
-    price    likewise with the change of sharding
+    weights  seconds per byte, by moment
+    plain    by class: seconds of each option for all members, memory included;  own  the same with readings of own values
+    extra    by group and leg: seconds, by given and wanted form, of memory that the leg by itself keeps alive
+    price    the same with the change of sharding
     """
 
     model: CostModel
@@ -52,7 +52,7 @@ class Lagrangian:
                     self.own[group.maker] += _own_reading_costs(group, leg, self.price[-1][at])
 
     def seconds(self, pick: Pick) -> float:
-        """Of a choice, as it is."""
+        """Exact seconds of a choice, memory included, budget not subtracted."""
         found = self.model.seconds(pick)
         if self.weights:
             walked = self.memory.walk(pick) - self.memory.fixed
@@ -60,7 +60,7 @@ class Lagrangian:
         return found
 
     def budget_charge(self, budget: float) -> float:
-        """What to take from a bound on the weighed seconds for one on the seconds within the budget."""
+        """Difference between a bound on weighted seconds and one on seconds within the budget."""
         return sum(self.weights.values()) * (budget - self.memory.fixed)
 
     def _resharded_seconds(self, group: ValueGroup, leg: Leg) -> Floats | None:
@@ -81,7 +81,7 @@ class Lagrangian:
 
 
 def _own_reading_costs(group: ValueGroup, leg: Leg, price: Floats) -> Floats:
-    """What a class pays for a reading of its own, by its options, where no other leg may pay for it."""
+    """Seconds, by option of a class, of a reading of its own value, 0 where another leg may pay for the change."""
     given, wants = group.given, leg.forms
     gathers = leg.gathers[given, wants]
     shared = np.zeros(len(given), dtype=bool)

@@ -10,11 +10,11 @@ _LAYER = re.compile(r"(?<![^.])\d+(?=\.\D)")
 
 
 def operator_of_layers(name: str) -> str:
-    """The name of an operator, with those of other layers."""
+    """Name of an operator with a wildcard for the layer number."""
     module, _, rest = name.partition("/")
     return f"{collapse_layers(module)}/{rest}"
 
 
 def factor_of_layers(name: str) -> str:
-    """The name of a factor, with those of other layers. Numbers at its end are those of dims."""
+    """Name of a factor with a wildcard for the layer number; numbers at its end are those of dims."""
     return _LAYER.sub("*", name, count=1)

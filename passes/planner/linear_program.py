@@ -1,4 +1,4 @@
-"""Linear programs by HiGHS; where one method ends without an answer, as with numbers of very different size, another is tried."""
+"""Solutions of linear programs by HiGHS; where one method gives no answer, as with numbers of very different size, another is tried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ else:
     optimize = LazyModule("scipy.optimize")
 
 ITERATIONS: Final = 20
-"""Of each way, at most so many for each row and column: one that has no answer by then goes round in circles."""
+"""Most iterations of each method, for each row and column: one without an answer by then cycles."""
 ANSWERED, INFEASIBLE = 0, 2
 WAYS: Final[tuple[dict[str, Any], ...]] = (
     {"method": "highs"},
@@ -23,11 +23,11 @@ WAYS: Final[tuple[dict[str, Any], ...]] = (
 
 
 class UnsolvedProgram(CompileError):
-    """No way of solving a program has come to an answer."""
+    """Error of a linear program that no method has solved."""
 
 
 def solve_program(*program: Any, bounds: Any) -> optimize.OptimizeResult | None:
-    """What `scipy.optimize.linprog` says of a program; None if no choice keeps it. Raises Unsolved."""
+    """Result of `scipy.optimize.linprog`, None if the program is infeasible. Raises UnsolvedProgram."""
     said = []
     most = ITERATIONS * sum(len(program[place]) for place in (0, 2, 4) if place < len(program) and program[place] is not None)
     for way in WAYS:

@@ -1,22 +1,22 @@
-"""Bytes of a rank at each position of a step under a choice: a liveness walk over values, before there is a program.
+"""Bytes of a rank at each position of a step under a choice, by liveness of values, before there is a program.
 
     position     forward ........................ backward ....................... updates
-    parameters   |---------------------------------------------------------------------|   and states, as they are stored
-    h            |-- read by forward -------------- and by backward --|                     as it is made
+    parameters   |---------------------------------------------------------------------|   as stored, states too
+    h            |-- read by forward -------------- and by backward --|                     as given
     h gathered      |--|                          |--|                                      for a phase, while it is read
-    gradient                                           |-------------------------------|   until the updates, as they want it
+    gradient                                           |-------------------------------|   until the updates, as these want it
 
-Of layers that were not captured everything stands at the seams of the one that stands for them (`depth/multiplicity.py`): what they save is
-there from behind that layer's forward until before its backward, their gradients from there on, and what dies within a layer is held by one
-layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
+Values of omitted layers are placed at the seams of the layer that stands for them (`depth/multiplicity.py`): saved values are alive from
+behind its forward until before its backward, gradients from there on; a value that dies within its layer is held by one layer at a time.
+From layer to layer the bytes held change by a constant, so the peak is at one end.
 
-Where values may be recomputed (`again`), those of a layer that nothing else reads are there for its forward and for its backward, and not
-between; so are cheap ones beside layers, each for itself. Of a head that may run in chunks there are the logits of one. That is the least
-that a program can come to; what recomputing them takes is no part of the model, and said by the clock.
+With recompute (`again`), values of a layer that nothing else reads are alive in its forward and in its backward, not between; likewise
+cheap values beside layers, each by itself. Of a head that may run in chunks, the logits of one chunk are alive. These are the fewest bytes
+that recompute may lead to; its seconds are no part of the model, the clock has them.
 
-A partial value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
-integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
-program's own walk (`cost/peak_memory.py`) judges in the end.
+A partial value counts as the value that it is reduced to. Casts and copies on the way to a reader count by their size. Values that depend
+on no parameter and no floating-point input are left out, as are effects of later passes on memory: buckets, prefetch windows, values made
+in another's memory. Liveness of the program itself (`cost/peak_memory.py`) decides in the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshc.passes.planner.search_space import DecidedValue, Floats, LayoutCopy, 
 
 class MemoryModel:
     """
-    stored   bytes of each class's options that are there for the whole step
+    stored   by class: bytes of each option that are held for the whole step
     fixed    bytes that no option changes
     """
 
@@ -50,7 +50,7 @@ class MemoryModel:
         self._parts = chunk_shares(placed) if again else {}
         self._own_spans: dict[Value, tuple[Span, ...]] = {}
         self._form_spans: dict[tuple[Value, tuple[int, ...], bool], tuple[Span, ...]] = {}
-        """By the first value of a group; of forms also by their readings, and whether what is given is partial."""
+        """Spans by the first value of a group; of wanted forms also by readings, and by whether the given form is partial."""
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -99,11 +99,11 @@ class MemoryModel:
     # ----------------------------------------------------------------------------------------------------------------------- one moment
 
     def held_at(self, moment: int, group: ValueGroup) -> float:
-        """How many of a group's values are alive as they were made (casts and copies of them counted by their size)."""
+        """Number of a group's values that are alive in their given form, casts and copies counted by their size."""
         return sum(share for start, end, share in self._own(group) if start <= moment <= end)
 
     def resharded_at(self, moment: int, group: ValueGroup, legs: Sequence[Leg], partial: bool) -> float:
-        """Likewise of a form that these legs want; `partial`: of one that is given so."""
+        """Number of a group's values that are alive in a form that `legs` want; `partial`: whether the given form is."""
         return sum(share for start, end, share in self._form(group, legs, partial) if start <= moment <= end)
 
     def _own(self, group: ValueGroup) -> tuple[Span, ...]:
@@ -130,7 +130,7 @@ class MemoryModel:
         return self._part(value, spans if gap is None else outside_gap(spans, gap))
 
     def _part(self, value: DecidedValue, spans: Iterator[Span]) -> Iterator[Span]:
-        """Of what a head makes, which is there a chunk at a time."""
+        """Spans of a value, in the share of one chunk if a chunked head makes it."""
         part = self._parts.get(value.root[0])
         return spans if part is None else ((first, last, share * part) for first, last, share in spans)
 
@@ -142,14 +142,14 @@ def _add(at: Floats, spans: Iterable[Span], size: float) -> None:
 
 
 def own_span(group: ValueGroup, value: DecidedValue, length: int) -> Iterator[tuple[int, int, float]]:
-    """From where to where a value is alive as it was made, with its copies on the way to readers: (first, last position, share of it)."""
+    """Live range of a value in its given form, and those of its copies on the way to readers."""
     yield from _own_span(value, length, False)
     if value.count > 1:
         yield from ((first, last, (value.count - 1) * share) for first, last, share in _own_span(value, length, True))
 
 
 def _own_span(value: DecidedValue, length: int, left_out: bool) -> Iterator[tuple[int, int, float]]:
-    """`left_out`: of one that stands at the seams."""
+    """`left_out`: for values of omitted layers, at the seams."""
     whole = value.elements * value.itemsize
     last = _begin(value, left_out)
     copies: dict[object, tuple[int, int, int]] = {}
@@ -161,15 +161,15 @@ def _own_span(value: DecidedValue, length: int, left_out: bool) -> Iterator[tupl
             copies[copied.node] = start, max(until, end), size
             end = _stop(reading.through[0], left_out)
         last = max(last, end)
-    if value.root[0].op != "placeholder" and not _is_updated(value.decision):  # an update writes over what it reads
+    if value.root[0].op != "placeholder" and not _is_updated(value.decision):  # an update is in place
         yield from _span(_begin(value, left_out), max(last, _stop(value, left_out)), 1.0)
     for start, until, size in copies.values():
         yield from _span(start, until, size / whole if whole else 0.0)
 
 
 def resharded_span(value: DecidedValue, read: Sequence[int], partial: bool, length: int, seams: bool = True) -> Iterator[Span]:
-    """From where to where a form is alive for these readings, made where a `partial` value is. `seams`: also of layers that were not
-    captured."""
+    """Live range of a form for the readings `read`; the form of a `partial` value begins where the value is made. `seams`: with omitted
+    layers."""
     readings = [value.readings[at] for at in read]
     for left_out in (False, True) if value.count > 1 and seams else (False,):
         first = _begin(value, left_out) if partial else min(_begin(reading, left_out) for reading in readings)
@@ -178,7 +178,7 @@ def resharded_span(value: DecidedValue, read: Sequence[int], partial: bool, leng
 
 
 def _span(start: int, until: int, share: float) -> Iterator[tuple[int, int, float]]:
-    """Up to before a position; nothing, if that is where it starts: what is made and read between the same two positions."""
+    """Span that ends before `until`; none if it starts there: a value made and read between the same two positions."""
     if until > start:
         yield start, until - 1, share
 
@@ -188,7 +188,7 @@ def _is_updated(decision: object) -> bool:
 
 
 def _end(reading: Reading, length: int, left_out: bool) -> int:
-    """Behind a reading. Updates are made together at the end: what one reads waits until then."""
+    """Position behind a reading. Updates run together at the end, and keep what they read until then."""
     late = isinstance(reading.reader, tuple) and reading.reader[0] in ("state", "parameter")
     return length if late else _stop(reading, left_out)
 
@@ -201,25 +201,16 @@ def _stop(each: DecidedValue | Reading | LayoutCopy, left_out: bool) -> int:
     return each.seam if left_out and each.seam is not None else each.position + 1
 
 
-# Live ranges of recomputable values: alive in their layer's forward and again in its backward, and not between.
-#
-#     position     forward of layer 3 .......... other layers .......... backward of layer 3
-#     kept         |----------------------------------------------------------------------|
-#     recomputed   |------------------|                                  |----------------|
-#
-# What may be recomputed is what a budget would choose from (`memory/policies.py`): of layers what nothing else reads, beside them what is
-# cheap. It is taken to be there from where backward first reads anything of its layer.
-#
-# A head and loss whose chunks nobody has counted may run in the most that are tried (`place/head_operators.py`): of logits there is one
-# chunk then.
+# Live ranges with recompute, of the values that a budget chooses from (`memory/policies.py`), and of chunks (`place/head_operators.py`).
 
 
 Span: TypeAlias = tuple[int, int, float]
-"""First and last position, and the share of a value that is there."""
+"""(first position, last position, share of the value that is alive)"""
 
 
 def live_range_gaps(values: Iterable[DecidedValue], placed: PlacedModel) -> dict[Value, tuple[int, int]]:
-    """Of each value that may be recomputed the positions between which it need not be there."""
+    """By value that may be recomputed: (last reading in forward, first reading of any such value of its layer in backward), between which
+    the value need not be alive."""
     policy = policy_of(BY_BUDGET, [node for node in calls(placed.graph) if records(node)[0].phase == "forward"], pipeline=False)
     last: dict[Value, int] = {}
     first: dict[object, int] = {}
@@ -237,7 +228,7 @@ def live_range_gaps(values: Iterable[DecidedValue], placed: PlacedModel) -> dict
 
 
 def chunk_shares(placed: PlacedModel) -> dict[Node, float]:
-    """Which share of what an operator of the head makes is there at a time."""
+    """By operator of a head that may run in chunks: share of its result that is alive at a time, with the most chunks that are tried."""
     head = default_chunked_head(placed, MOST)
     return {} if head is None else dict.fromkeys(tall_operators(placed, head), 1 / MOST)
 
@@ -247,7 +238,7 @@ def _group(node: Node) -> object:
 
 
 def outside_gap(spans: Iterable[Span], gap: tuple[int, int]) -> Iterator[Span]:
-    """What is left of spans on both sides of a gap."""
+    """Parts of spans on both sides of a gap."""
     for first, last, share in spans:
         if first <= gap[0]:
             yield first, min(last, gap[0]), share

@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=[./]|$)")
 
 
 def merge_layers(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Each where the first of its layers stood."""
+    """Merged lines, each at the place of its first layer."""
     together: dict[tuple[Line, str], dict[int, None]] = {}
     for line in lines:
         found = _NUMBER.search(line.pattern)
@@ -35,13 +35,13 @@ def merge_layers(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def globs(numbers: Collection[int]) -> list[str]:
-    """Few that match these numbers and no others."""
+    """Few globs that match `numbers` and no other numbers."""
     texts = sorted(map(str, numbers), key=lambda text: (len(text), text))
     return [glob for length in dict.fromkeys(map(len, texts)) for glob in _of_one_length([text for text in texts if len(text) == length])]
 
 
 def _of_one_length(texts: Sequence[str]) -> list[str]:
-    """First digits that the same may follow are one."""
+    """Globs for numbers of equal length; first digits with the same remainders share one."""
     if not texts[0]:
         return [""]
     following: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def _of_one_length(texts: Sequence[str]) -> list[str]:
 
 
 def _character_class(digits: Sequence[str]) -> str:
-    """`3`, `[35]`, `[2-5]`, `[2-57]`."""
+    """Glob of one of `digits`: `3`, `[35]`, `[2-5]`, `[2-57]`."""
     runs: list[str] = []
     for digit in digits:
         if runs and int(digit) == int(runs[-1][-1]) + 1:

@@ -1,4 +1,15 @@
-"""Options that a best choice may have: the lower bound rises, the best known cost falls, options above it are dropped."""
+"""Options that a best choice may have, by sweeps, and by linear programs that restart their messages where sweeps stall.
+
+    sweep              one class at a time: stalls where several would have to change together
+    linear program     over the pairs of forms of least cost, its charges near the messages
+    messages           these charges, less where they exceed the price of a pair outside the program
+    sweep              and so on
+
+The lower bound rises, the best known cost falls, and options under which the bound exceeds it are dropped. Charges, the duals of a
+program's rows, are messages; over all pairs they are those of the highest bound. A program over some pairs does not know the others, so its
+charges stay near the messages, at the price of a somewhat lower bound (the boxstep method: Marsten, Hogan, Blankenship, Operations Research
+23(3), 1975); pairs that limited the messages are then among those of least cost and in the next program (column generation).
+"""
 
 from __future__ import annotations
 
@@ -19,54 +30,54 @@ from meshc.passes.planner.unique_numbers import membership_mask
 
 ROUNDS: Final = 12
 SWEEPS: Final = 4
-"""Of each round."""
+"""Sweeps of each round."""
 STALLED: Final = 0.1
-"""Sweeps alone go on while a round takes more than this part of the gap."""
+"""Part of the gap that a round must take for another to follow."""
 CLOSE: Final = 1e-6
-"""A gap of this part of the seconds is none."""
+"""Relative gap that counts as none."""
 PAIRS: Final = 10_000
-"""A linear program is over so many pairs of forms: those that cost least, or all that are left."""
+"""Most pairs of forms in a linear program: those of least cost, or all that are left."""
 LED: Final = 16
-"""Linear programs at most."""
+"""Most linear programs."""
 AFTER: Final = 12
-"""Sweeps after each at most: where a program has moved the messages, sweeps move them on, while one takes"""
+"""Most sweeps after each linear program."""
 WORTH: Final = 2e-3
-"""this part of the gap."""
+"""Part of the gap that such a sweep must take for another to follow."""
 REACH: Final = 0.4
-"""So far, of what the dearest of its pairs costs beyond the bound, a program leads at first"""
+"""Distance from the messages that the first program's charges may have, in parts of its most expensive pair's excess over the bound."""
 SHORTEST: Final = 0.01
-"""(or of the gap, where that costs next to nothing);"""
+"""That excess is taken as this part of the gap at least."""
 WIDER: Final = 1.6
-"""so many times as far next where the bound has come to more than"""
+"""Factor of the distance where the bound has risen by more than GOOD."""
 GOOD: Final = 1.2
-"""this part of what the program promised (sweeps may come to more), and"""
+"""In parts of the rise that the program promised; sweeps may add to it."""
 NARROWER: Final = 0.5
-"""so many times where it has not come to"""
+"""Factor of the distance where the bound has risen by less than POOR."""
 POOR: Final = 0.6
-"""this part."""
+"""In parts of the rise that the program promised."""
 ENOUGH: Final = 1e-2
-"""Where the gap is this part of the seconds, so many more programs may close it:"""
+"""Relative gap at which MORE further programs may follow."""
 MORE: Final = 1
 CROSSED: Final = 6
-"""Branch and bound looks for a choice among so many of those that are known and"""
+"""Best known choices with options open to branch and bound."""
 FEW: Final = 10_000
-"""pairs that cost least; where these choices are the same as before, from then on among"""
+"""Most pairs of forms in branch and bound at first."""
 MANY: Final = 20_000
-"""so many (among forty thousand it takes minutes), until it is so near to the best of them:"""
+"""Most pairs from the first time that these choices stay the same; forty thousand take minutes. It ends at a relative gap of NEAR."""
 NEAR: Final = 1e-3
 GOAL: Final = 1e-2
-"""It is asked for a bound only where the gap is more than this part of the seconds, and over"""
+"""Relative gap above which branch and bound is run for a bound."""
 BOUNDED: Final = 10_000
-"""pairs at most: over more it takes minutes."""
+"""Most pairs of forms in that run; more take minutes."""
 MARGIN: Final = 1e-9
-"""Of the seconds: what sums of floating-point numbers are off by, and more."""
+"""Relative margin, above the error of sums of floating-point numbers."""
 
 
 @dataclass(frozen=True)
 class NarrowedModel:
     """
-    pick    the best choice that is known, of so many weighed seconds;  bound  no choice has fewer
-    ascent  with the options that a better choice may have;  whole  with all
+    pick    best known choice;  seconds  its weighted seconds;  bound  lower bound on those of any choice
+    ascent  over the options that a better choice may have;  whole  over all options
     """
 
     pick: Pick
@@ -77,11 +88,11 @@ class NarrowedModel:
 
     @property
     def gap(self) -> float:
-        """The part of the seconds that a better choice could save at most."""
+        """Largest part of the seconds that a better choice could save."""
         return (self.seconds - self.bound) / abs(self.seconds) if self.seconds else 0.0
 
     def with_choices(self, picks: Mapping[Pick, float]) -> NarrowedModel:
-        """With other choices and their weighed seconds, if one of them is better."""
+        """With the best of `picks`, choices with their weighted seconds, if better than `pick`."""
         best = min(((seconds, pick) for pick, seconds in picks.items()), default=(np.inf, self.pick))
         return replace(self, pick=best[1], seconds=best[0], bound=min(self.bound, best[0])) if best[0] < self.seconds else self
 
@@ -89,7 +100,7 @@ class NarrowedModel:
         return replace(self, bound=max(self.bound, min(self.seconds, bound)))
 
     def with_messages(self, ascent: DualAscent) -> NarrowedModel:
-        """With messages of a higher bound, and without what they mark."""
+        """With the messages and bound of `ascent`, without the options that its sweeps ruled out."""
         left = [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)]
         return replace(self, ascent=DualAscent(ascent.weighed, left, ascent)).raise_bound(ascent.lower_bound)
 
@@ -97,7 +108,7 @@ class NarrowedModel:
 def narrow_options(
     weighed: Lagrangian, left: Sequence[Numbers], known: Iterable[Pick] = (), begun: NarrowedModel | None = None
 ) -> NarrowedModel:
-    """From choices that are known, if any are; with `begun` from the choice and the messages that another objective has led to."""
+    """Sweeps from the choices `known`, if any; with `begun`, from the choice and messages of a search with another objective."""
     picks = {pick: weighed.seconds(pick) for pick in (*known, *([] if begun is None else [begun.pick]))}
     whole = ascent = DualAscent(weighed, left, None if begun is None else begun.whole)
     bound = -np.inf
@@ -115,15 +126,15 @@ def narrow_options(
 
 
 def decode_choices(ascent: DualAscent, picks: Iterable[Pick] = ()) -> list[Pick]:
-    """The choice that the messages say, and it and others made better."""
+    """The choice decoded from messages, then this choice and `picks` improved by descent."""
     descent = Descent(ascent)
     said = descent.decide()
     return [said, *(descent.improve(one) for one in (said, *picks))]
 
 
 def close_gap(found: NarrowedModel) -> NarrowedModel:
-    """With what linear programs, and branch and bound, say of the options that are left. Programs over some of them lead the messages, and
-    with these more options are dropped, until one is over all that is left."""
+    """`found` with a smaller gap, by linear programs and branch and bound over the options left. Programs over some pairs guide the
+    messages, which rule out more options, until a program is over all pairs left."""
     weighed, reach, everything, enough, known = found.ascent.weighed, REACH, False, 0, {found.pick: found.seconds}
     crossed: list[set[int]] = []
     few = FEW
@@ -133,7 +144,7 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
         columns, everything = _build_program(found, reach)
         relaxed = columns.solve_relaxation()
         if relaxed is None:
-            break  # it has an answer, but none was come to
+            break  # there is an answer, but no method found it
         found = found.with_choices(_note(known, _improve_choices(found.ascent, [columns.round_shares(relaxed.shares)]), weighed))
         if not relaxed.is_integral:
             kept = options_by_class(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)
@@ -155,7 +166,7 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
 
 
 def _sweep_while_rising(ascent: DualAscent, known: float) -> None:
-    """Sweeps, while one takes enough."""
+    """Sweeps while each takes enough of the gap."""
     for _ in range(AFTER):
         before = ascent.lower_bound
         ascent.sweep(known * (1 + MARGIN))
@@ -164,31 +175,31 @@ def _sweep_while_rising(ascent: DualAscent, known: float) -> None:
 
 
 def _note(known: dict[Pick, float], picks: Iterable[Pick], weighed: Lagrangian) -> dict[Pick, float]:
-    """Choices with their weighed seconds, which are known from now on."""
+    """`known` with `picks` and their weighted seconds, added in place."""
     known |= {pick: weighed.seconds(pick) for pick in picks if pick not in known}
     return known
 
 
 def _improve_choices(ascent: DualAscent, picks: Sequence[Pick]) -> list[Pick]:
-    """They, and what comes of each a class at a time."""
+    """`picks`, and each of them improved by descent."""
     descent = Descent(ascent)
     return [*picks, *map(descent.improve, picks)]
 
 
 def _build_program(found: NarrowedModel, reach: float) -> tuple[ProgramColumns, bool]:
-    """Over all that is left, if that is not too much."""
+    """Program over the pairs of least cost, and whether these are all that are left."""
     return columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=PAIRS, reach=reach)
 
 
 def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]], most: int) -> list[Pick]:
-    """A choice by branch and bound among what is kept and what costs least."""
+    """The choice, and the same improved, of branch and bound over options `kept` and pairs of least cost; none if it finds none."""
     few, _ = columns_of(found.ascent, found.seconds, kept, most=most)
     pick, _ = few.solve_integer(gap=NEAR)
     return [] if pick is None else _improve_choices(found.ascent, [pick])
 
 
 def _bound_by_branching(found: NarrowedModel) -> NarrowedModel:
-    """With a bound by branch and bound over all that is left, if that is not too much."""
+    """`found` with the bound of branch and bound over all pairs left, if not too many."""
     columns, everything = columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=BOUNDED)
     if not everything:
         return found
@@ -198,7 +209,7 @@ def _bound_by_branching(found: NarrowedModel) -> NarrowedModel:
 
 
 def mixed_options(columns: ProgramColumns, shares: Sequence[Floats], kept: Sequence[Collection[int]]) -> list[set[int]]:
-    """What is kept of each class, and what a relaxation takes some of."""
+    """By class: options in `kept`, and those of which a relaxation takes a share."""
     return [{*row[share > SHARE].tolist(), *of_class} for row, share, of_class in zip(columns.left, shares, kept, strict=True)]
 
 
@@ -206,9 +217,9 @@ def columns_of(
     ascent: DualAscent, known: float, kept: Sequence[Collection[int]], moments: Sequence[int] = (), budget: float = np.inf, *, most: int,
     reach: float = np.inf,
 ) -> tuple[ProgramColumns, bool]:  # fmt: skip
-    """The options, and pairs of forms, of choices that cost no more than what is known, and whether that is all of them. Where there are
-    more than `most`, those that cost least beyond the bound, and with any pairs between them those that are kept of each class; their
-    charges are then within `reach` of the messages, in parts of what the dearest costs beyond the bound."""
+    """Program over options and pairs of forms of choices that cost at most `known`, and whether these are all of them. Of more than `most`
+    pairs: those of least excess over the bound, and all pairs between options in `kept`; charges are then within `reach` of the messages,
+    in parts of the largest excess."""
     limit, beyond = known * (1 + MARGIN) - ascent.lower_bound, ascent.pairs()
     each = np.concatenate([one.ravel() for one in beyond.values()] or [np.zeros(0)])
     all_of_them = int((each <= limit).sum()) <= most
@@ -236,7 +247,7 @@ def columns_of(
 
 
 def options_by_class(picks: Iterable[Pick], ascent: DualAscent) -> list[set[int]]:
-    """The options of each class that some pick takes."""
+    """By class: options that some of `picks` take."""
     found: list[set[int]] = [set() for _ in ascent.left]
     for pick in picks:
         for of_class, option in zip(found, pick, strict=True):
@@ -249,21 +260,11 @@ def count_pairs(ascent: DualAscent, known: float) -> int:
     return sum(int((one <= limit).sum()) for one in ascent.pairs().values())
 
 
-# Messages restarted from the dual values of a linear program, where sweeps have stalled.
-#
-#     sweep              ___----''''          each class by itself: it stalls where several would have to move together
-#     linear program             |           over the pairs that cost least, its charges no farther from the messages than so far
-#     messages                   |           where they charge more than a pair that it did not know has room for, that is taken back
-#     sweep                      ___---''    and so on
-#
-# A program's rows charge a leg for each form that is given and for each that is wanted, as messages do: over all pairs these are messages
-# of the highest bound that there is. Over some of them it knows nothing of the others, and would lead anywhere; so its charges stay near
-# the messages, and what it promises is a bound somewhat lower (the boxstep method: Marsten, Hogan, Blankenship, Operations Research 23(3),
-# 1975). The pairs that were in the way are among those that cost least afterwards, and the next program knows them (column generation).
+# Messages restarted from the duals of a linear program, where sweeps have stalled.
 
 
 def charges(ascent: DualAscent) -> dict[tuple[int, int], Charges]:
-    """What its legs charge, by group and leg."""
+    """Messages of an ascent as charges, by group and leg."""
     found: dict[tuple[int, int], Charges] = {}
     for edge in ascent.edges:
         found[edge.group, edge.leg] = Charges(edge.maker.forms, edge.maker.message, edge.reader.forms, edge.reader.message)
@@ -271,7 +272,7 @@ def charges(ascent: DualAscent) -> dict[tuple[int, int], Charges]:
 
 
 def guide_messages(ascent: DualAscent, said: Mapping[tuple[int, int], Charges]) -> DualAscent:
-    """Messages over the options of an ascent that charge what a linear program over some of them says, by group and leg."""
+    """Messages over the options of an ascent, from the charges of a linear program over some of them, by group and leg."""
     found = ascent.without_messages()
     for edge, was in zip(found.edges, ascent.edges, strict=True):
         _charge(found, edge, was, said.get((edge.group, edge.leg)))
@@ -282,7 +283,8 @@ def guide_messages(ascent: DualAscent, said: Mapping[tuple[int, int], Charges]) 
 
 
 def _charge(found: DualAscent, edge: Edge, was: Edge, charges: Charges | None) -> None:
-    """What the program says of the forms that it knows, the reader's as far as there is room; of others nothing is taken yet."""
+    """Sets the messages of forms in the program to its charges, the reader's as far as there is room; other forms take nothing yet
+    (-inf)."""
     if charges is None:
         edge.maker.message, edge.reader.message = was.maker.message, was.reader.message
     else:
@@ -293,7 +295,7 @@ def _charge(found: DualAscent, edge: Edge, was: Edge, charges: Charges | None) -
 
 
 def _fill(found: DualAscent, edge: Edge, was: Edge) -> None:
-    """Forms that the program does not know keep what they were charged as far as there is room."""
+    """Sets the messages of forms outside the program to those before it, as far as there is room."""
     unknown = np.isinf(edge.maker.message)
     if unknown.any():
         left = np.minimum(was.maker.message, (found.room(edge) - edge.reader.message).min(axis=1))
@@ -307,6 +309,6 @@ def _fill(found: DualAscent, edge: Edge, was: Edge) -> None:
 
 
 def _charges_by_form(forms: Numbers, known: Numbers, charged: Floats) -> Floats:
-    """By form; of one that is not known, less than anything."""
+    """Charge of each form; -inf for a form that is not in `known`."""
     place = np.minimum(np.searchsorted(known, forms), len(known) - 1)
     return np.where(known[place] == forms, charged[place], -np.inf)

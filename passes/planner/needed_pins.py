@@ -1,8 +1,9 @@
-"""Operators that need a pin: what each would do by the plan alone, if all operators before it did what is decided.
+"""Operators that need a pin: those that the plan alone decides otherwise than the choices, after operators decided as chosen.
 
-Choices are walked as `propagate` walks them. At each operator it is asked what it would do without being told; where that is something
-else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided. But one that need not
-be told some axes may do something else along the others if it is (what waits together then does not): that is asked of pins that are there.
+Choices are walked as by `propagate`. For each operator, its decision without a directive is compared with the chosen one; where they
+differ, the smallest sufficient sets of axes of a directive are found. Pins of these operators suffice, since each operator follows others
+that are decided as chosen. But a pin along some axes may change what the operator does along others, since a group of deferred reductions
+may break up: `does` checks this for given pins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshc.passes.place.propagate import Decision, Propagator
 
 class NeededPins(Propagator):
     """
-    needs  of operators that must be told: sets of axes, each of which is enough, the smallest first
+    needs  by operator that needs a pin: sufficient sets of axes, the smallest first
     """
 
     needs: dict[Node, tuple[frozenset[str], ...]]
@@ -35,7 +36,7 @@ class NeededPins(Propagator):
         return wanted
 
     def does(self, instance: Instance, axes: frozenset[str]) -> bool:
-        """Whether an operator does what is decided if pins tell it what these axes do, and all before it do what is decided."""
+        """Whether an operator with pins along `axes` is decided as chosen, if all operators before are."""
         told = self.directive(instance.node)
         return is_same_decision(self.decide(instance, told.along(axes | self._by_pins(instance))), self.decide(instance, told))
 
@@ -56,7 +57,7 @@ class NeededPins(Propagator):
 
 
 def find_needed_pins(placed: PlacedModel) -> NeededPins:
-    """Of choices, under the plan's entries and pins. `placed` has been annotated."""
+    """Needed pins of the choices, under the plan's entries and pins. `placed` has been annotated."""
     found = propagator(placed, NeededPins)
     found.needs = {}
     found.assign_shardings()
@@ -64,7 +65,7 @@ def find_needed_pins(placed: PlacedModel) -> NeededPins:
 
 
 def is_same_decision(one: Decision, other: Decision) -> bool:
-    """Whether an operator does the same by both."""
+    """Whether two decisions of an operator are equal."""
     return _nonempty_decision(one) == _nonempty_decision(other)
 
 

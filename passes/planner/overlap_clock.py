@@ -1,13 +1,13 @@
 """Estimated seconds of a choice with overlap: a simulated clock over the model's operators and messages.
 
     computing   |mm|mm|..wait..|mm|         a reduction starts where its operand is made, a stored parameter is gathered a window ahead,
-    link           |all_reduce |gather |    everything else where it is read; a rank's messages go one after another
+    link           |all_reduce |gather |    all else starts where it is read; messages of a rank run one after another
 
-The objective of a search adds all seconds up, each message alone. On a clock a message costs what computing has to wait for it, which goes
-by what else is on the link: behind the reduction of a large gradient an activation waits for both. What travels together
-(`program/bucket.py`) waits once for a message's first byte.
+The objective of a search adds up all seconds, each message by itself. On the clock, a message costs the seconds that computing waits for
+it, which depend on other messages on the link: behind the reduction of a large gradient, an activation waits for both. Messages of one
+bucket (`program/bucket.py`) pay one latency.
 
-Of layers that were not captured nothing is played: where they stand, computing and the link go on by what the layer before took, as often.
+Omitted layers are not simulated: at their place, computing and link advance by the seconds of the layer before, times their number.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LAST: Final = 1 << 60
 
 @dataclass(eq=False)
 class _ReshardMessage:
-    """A change of sharding.
+    """Message of a change of sharding.
 
-    seconds  that the link takes, of which `latency_s` whatever its bytes;  late_s  by how much the last rank comes to it later
-    read     the position that waits for it, in this phase
-    size     bytes that a rank gets, or has of what is reduced;  count  how many the whole model has
-    ready_s  when it is there, once it has started
+    seconds  on the link, `latency_s` included, which does not depend on bytes;  late_s  delay by the last rank to send
+    read     position that waits for the message, in this phase
+    size     bytes that a rank receives, or holds of what is reduced;  count  number in the whole model
+    ready_s  time of arrival, None before the start
     """
 
     seconds: float
@@ -52,10 +52,10 @@ class _ReshardMessage:
 
 @dataclass
 class _OverlapTimeline:
-    """What happens where, by position in the graph.
+    """Computing and messages by position in the graph.
 
-    computes  seconds;  starts  messages that start before a position computes, `behind` after it
-    stored    what brings stored parameters;  late  reductions that nothing but an update reads: both in no order
+    computes  seconds;  starts  messages that start before the position computes;  behind  after it
+    stored    gathers of stored parameters;  late  reductions that only updates read: both in no order
     """
 
     stored: list[_ReshardMessage] = field(default_factory=list)
@@ -76,7 +76,7 @@ def overlapped_seconds(model: CostModel, pick: Sequence[int]) -> float:
     return _run_timeline(line, _layer_repeats(model), model.operators.device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- what there is to do
+# --------------------------------------------------------------------------------------------------------------- computing and messages
 
 
 def _compute(model: CostModel, pick: Sequence[int], line: _OverlapTimeline) -> None:
@@ -88,7 +88,7 @@ def _compute(model: CostModel, pick: Sequence[int], line: _OverlapTimeline) -> N
 
 
 def _positions(model: CostModel) -> dict[Key, int]:
-    """Where each decision is carried out."""
+    """Position of each decision: of its operator, or of the first reading of a placeholder."""
     found: dict[Key, int] = {}
     for made in model.space.made:
         first = min((reading.position for reading in made.readings), default=made.position)
@@ -97,7 +97,7 @@ def _positions(model: CostModel) -> dict[Key, int]:
 
 
 def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _OverlapTimeline) -> None:
-    """The messages of a group's values."""
+    """Adds the messages of a group's values to the timeline."""
     lies = int(group.given[pick[group.maker]])
     paid: dict[tuple[int, str], list[Leg]] = {}
     for leg in group.legs:
@@ -108,7 +108,7 @@ def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _Overl
         for (wants, _), legs in paid.items():
             first = min((value.readings[at] for leg in legs for at in leg.readings), key=lambda reading: reading.position)
             stored, settled = value.root[0].op == "placeholder", not group.lies[lies][1]
-            alone = (first.seam if stored or settled else value.seam) is None  # of all layers, where only some have their place
+            alone = (first.seam if stored or settled else value.seam) is None  # no seam: all layers at once
             times = value.count if alone else 1
             message = _ReshardMessage(
                 times * float(legs[0].price[lies, wants]), times * model.moves.seconds(group.lies[lies], group.wants[wants], 0.0),
@@ -125,8 +125,8 @@ def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _Overl
 
 
 def _gather(line: _OverlapTimeline) -> None:
-    """A window ahead of where they are read (`lower/prefetch_windows.py`), within a phase. Windows themselves are not made, since one may
-    be of several layers, of which each is to have its part."""
+    """Starts gathers a prefetch window ahead of their readings (`lower/prefetch_windows.py`), within a phase. Gathers are not joined into
+    windows, since a window may span several layers, and each is to have its part."""
     total, small = (sum(one.size * one.count for one in line.stored if one.size < most) for most in (inf, ALONE))
     limit = min(WINDOW, max(LEAST, total // WINDOWS))
     ahead: list[_ReshardMessage] = []
@@ -141,17 +141,17 @@ def _gather(line: _OverlapTimeline) -> None:
 
 
 def _share_latency(messages: Sequence[_ReshardMessage], room: float) -> None:
-    """These wait for one first byte with as many bytes of them as travel together."""
+    """Divides one latency among messages of `room` bytes together, in proportion to their bytes."""
     for one in messages if room else ():
         one.seconds -= one.latency_s * max(0.0, 1.0 - one.size / room)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ on a clock
+# ----------------------------------------------------------------------------------------------------------------------------------- clock
 
 
 @dataclass(frozen=True)
 class _LayerRepeat:
-    """From `start` to `seam` a layer is played; behind it come `times` more that are not there."""
+    """A simulated layer from `start` to `seam`, for `times` more that are omitted."""
 
     start: int
     seam: int
@@ -191,8 +191,8 @@ def _run_timeline(line: _OverlapTimeline, repeats: Sequence[_LayerRepeat], devic
 
 @dataclass
 class _OverlapClock:
-    """now_s: until when the rank has computed; met_s: when it last waited for others; free_s: until when its link is taken; waiting: what
-    has not been read, by position."""
+    """`now_s`: end of computing; `met_s`: end of the last wait for other ranks; `free_s`: end of the last message on the link; `waiting`:
+    messages that have not been read, by position."""
 
     contention: float = 0.0
     uneven: float = 0.0
@@ -202,7 +202,7 @@ class _OverlapClock:
     waiting: At = field(default_factory=lambda: defaultdict(list))
 
     def compute(self, seconds: float) -> None:
-        """Beside the link, each slower by the other where they share cores (`cost/stage_clock.py`)."""
+        """Computes beside the link; each slows the other where they share cores (`cost/stage_clock.py`)."""
         begun_s, self.now_s = self.now_s, self.now_s + seconds
         if not self.contention or self.free_s <= begun_s or not seconds:
             return
@@ -227,7 +227,7 @@ class _OverlapClock:
                 self.now_s = self.met_s = ready_s
 
     def repeat(self, since: tuple[float, float], times: int) -> None:
-        """As from then to now, so many times more."""
+        """Repeats `times` times the advance of computing and link since `since`."""
         now_s, free_s = (times * (mine - was) for mine, was in zip((self.now_s, self.free_s), since, strict=True))
         self.met_s += now_s if self.met_s > since[0] else 0.0
         for message in (one for row in self.waiting.values() for one in row):

@@ -1,7 +1,7 @@
 """Search over the axes that a plan leaves open: choices, best first, each with a certificate of its gap.
 
-Messages between classes give a bound, and with it which options a best choice may have (`narrow_options.py`); a linear program decides
-between those that are left (`relaxation.py`). Within a budget a byte at the fullest moments has a price (`budget_search.py`).
+Messages between classes give a bound, and with it the options that a best choice may have (`narrow_options.py`); linear programs decide
+between these (`relaxation.py`). Within a budget, bytes at moments of peak memory have a price (`budget_search.py`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.recipes import by_role
 
 ALL_OF: Final = 3
-"""Axes of which every option of every decision is known. Of more it is those around a plan, then around what is found, and so on,"""
+"""Most axes for which all options are listed; for more, options are those around a plan, then around the best choice found."""
 STEPS: Final = 6
-"""so often. (Within a budget with small linear programs, and only at the end with all.)"""
+"""Most such rounds. (Within a budget each has one small linear program, and only the search after them has all.)"""
 ANSWERS: Final = 8
-"""Choices that a search within a budget answers with at most."""
+"""Most choices that a search within a budget returns."""
 
 
 @dataclass(frozen=True)
 class FoundChoice:
-    """`pick` is of `model`; `options` of all decisions."""
+    """`pick` is by classes of `model`; `options` has one for each decision."""
 
     choices: AxisChoices
     certificate: Certificate
@@ -63,20 +63,20 @@ class FoundChoice:
 
 @dataclass
 class PlanSearch:
-    """One model, asked for several budgets. `placed` has been annotated. `beside`: plans that have a price by it too."""
+    """Search of one model, for several budgets. `placed` has been annotated. `beside`: plans that the model prices too."""
 
     placed: PlacedModel
     device: Device
     open_axes: Collection[str] | None = None
     beside: Sequence[Assignment] = ()
     near: bool = False
-    """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
+    """Whether layers that exchange values with omitted layers are to decide as these."""
     again: bool = False
-    """Whether backward may recompute values: what is held is the least that this comes to."""
+    """Whether backward may recompute values: bytes are then the fewest that this may lead to."""
     least: float | None = None
-    """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
+    """Fewest peak bytes, by the model, of all choices found. Where none keeps a budget, the fewest bytes are searched for."""
     allowed: Allowance = field(default_factory=Allowance)
-    """What linear programs within budgets may come to, of this and of all searches that are made of it."""
+    """Allowance of linear programs within budgets, shared with all searches that are derived from this one."""
 
     def __post_init__(self) -> None:
         placed = self.placed
@@ -87,13 +87,13 @@ class PlanSearch:
         self._moves = ReshardPrices(placed.mesh, sizes, self.device)
         self._hidden: float | None = None
         self.some = len(self._open) > ALL_OF
-        """Whether options are those around a plan: there are too many axes for all."""
+        """Whether options are those around a plan, since there are too many axes for all."""
         self._survey(_options_of_plan(searched_axes(placed), by_roles(placed, self._open)) if self.some else None)
         if self.some:
             self._refine_options(lambda: self._search_unbounded().pick)
 
     def with_plans(self, plans: Sequence[Assignment]) -> PlanSearch:
-        """The same search, in which plans have a price too. Where they do nothing that is no option yet, its model is the same."""
+        """The same search with prices for `plans`. Where these add no options, the model is the same."""
         if self.some:
             return replace(self, beside=plans)
         other = copy(self)
@@ -117,14 +117,14 @@ class PlanSearch:
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: NarrowedModel | None = None
         self._fewest: list[FewestBytes] = []
-        """The fewest bytes, once they have been looked for; for all questions about the same choices."""
+        """Result of the search for the fewest bytes, once there is one; shared by all searches over the same choices."""
         self.smallest: FoundChoice | None = None
-        """The choice that holds least, where it had to be looked for."""
+        """The choice of fewest bytes, where it had to be searched for."""
         self._begun: NarrowedModel | None = None
-        """What another question about the same choices has come to."""
+        """Result for another objective over the same choices."""
 
     def _refine_options(self, best: Callable[[], Pick]) -> None:
-        """Around what is best around what was best before, until that is the same."""
+        """Lists the options around the best choice, until the best choice stays the same."""
         before = None
         for _ in range(STEPS):
             found = self._options(best())
@@ -134,7 +134,7 @@ class PlanSearch:
             self._survey(lambda decision: found[decision.key])  # noqa: B023
 
     def find_choices(self, budget: float | None = None) -> list[FoundChoice]:
-        """Choices that hold no more than the budget by the model, the cheapest ANSWERS first; none where none was found."""
+        """Choices within the budget by the model, the cheapest ANSWERS of them, cheapest first; empty if none was found."""
         free = self._search_unbounded()
         if budget is None or self.held_bytes(free.pick) <= budget:
             return [self._with_certificate(free.pick, free.bound, budget)]
@@ -151,7 +151,7 @@ class PlanSearch:
         return [near._with_certificate(one, bound, budget) for one in best]
 
     def _search_budget(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
-        """`near`: whether one small linear program will do."""
+        """Choices and a bound; `near`: with one small linear program at most."""
         with self.allowed.half() as allowed:
             return search_within_budget(
                 self.model,
@@ -165,7 +165,7 @@ class PlanSearch:
             )
 
     def _find_fewest_bytes(self, picks: Sequence[Pick]) -> FewestBytes:
-        """The fewest bytes, from choices that are known: the same for any budget, and whatever counts of seconds."""
+        """Fewest bytes, searched for once from the choices `picks`: independent of the budget and of the objective."""
         if not self._fewest:
             report_progress("the fewest bytes of a plan")
             with self.allowed.half() as allowed:
@@ -173,12 +173,11 @@ class PlanSearch:
         return self._fewest[0]
 
     def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
-        """The fastest that fits, or else the one that holds least."""
+        """The fastest of `picks` within the budget, else the one of fewest bytes."""
         return min(picks, key=lambda one: (max(self.held_bytes(one), budget), self.model.seconds(one), one))
 
     def with_overlap(self, part: float = overlap.HIDDEN) -> PlanSearch:
-        """The same search, in which what can be hidden behind computing counts for this part of its price. It begins where this one has
-        come to."""
+        """The same search with hidden communication at `part` of its price, from the result of this search on."""
         other = copy(self)
         other._hidden, other.model = part, overlap.with_hidden_communication(self.plain, part)
         other.memory = MemoryModel(other.model, self.placed, self.again)
@@ -186,7 +185,7 @@ class PlanSearch:
         return other
 
     def with_equal_layers(self) -> PlanSearch:
-        """The same search, in which layers beside those that were not captured decide as these."""
+        """The same search, in which layers that exchange values with omitted layers decide as these."""
         if self.some:
             return replace(self, near=True)
         other = copy(self)
@@ -203,26 +202,26 @@ class PlanSearch:
 
     @property
     def least_s(self) -> float:
-        """No choice takes fewer seconds, whatever it holds. (Of more axes than those whose options are all known nothing is said.)"""
+        """Lower bound on the seconds of any choice, without a budget; 0 where not all options are listed."""
         return 0.0 if self.some else self._search_unbounded().bound
 
     def pick_of(self, plan: Assignment) -> Pick:
-        """The options that a plan takes, one of those `beside`: of a class what its first member does."""
+        """The choice of a plan, one of those `beside`: of a class the option of its first member."""
         first = (self.space.decisions[members[0]] for members in self.folded.members)
         return tuple(one.options.index(option_of(self.space.axes, one, plan)) for one in first)
 
     def options_of(self, plan: Assignment) -> tuple[Option, ...]:
-        """What a plan decides of everything."""
+        """A plan's option for each decision."""
         return tuple(option_of(self.space.axes, one, plan) for one in self.space.decisions.values())
 
     def held_bytes(self, pick: Pick) -> float:
-        """Bytes that a rank holds at the fullest moment of a choice."""
+        """Peak bytes of a rank under a choice."""
         found = float(self.memory.walk(pick).max())
         self.least = found if self.least is None else min(found, self.least)
         return found
 
     def _options(self, pick: Pick) -> dict[Key, Option]:
-        """What a choice takes of each decision."""
+        """A choice's option for each decision."""
         return {key: decision.options[pick[self.folded.of[key]]] for key, decision in self.space.decisions.items()}
 
     def _with_certificate(self, pick: Pick, bound: float, budget: float | None) -> FoundChoice:
@@ -238,7 +237,7 @@ class PlanSearch:
 
 
 def by_roles(placed: PlacedModel, axes: Sequence[str]) -> Assignment:
-    """What axes do by their names, those that stand for nothing with the batch."""
+    """Assignment of `axes` by their names; axes without a role split the batch."""
     entries = [by_role(axis) or AxisEntry(axis, ((FactorTerm("batch"),),)) for axis in axes]
     kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
     request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
@@ -250,7 +249,7 @@ def _options_of_plan(axes: Sequence[str], plan: Assignment) -> Base:
 
 
 def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | None:
-    """What the plan has the other axes do, the searched ones doing nothing."""
+    """Assignment of the other axes by the plan, with the searched axes idle; None if there are no others."""
     if set(searched_axes(placed)) <= set(open_axes):
         return None
     kept = [entry for entry in placed.plan.axes if entry.axis not in open_axes]
@@ -258,16 +257,11 @@ def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | Non
     return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).require_assignment()
 
 
-# Search space extended by given plans: what a plan decides becomes an option, so that the model prices it.
-#
-#     ddp+megatron    mm of up_proj    dp: m0, tp: n          among its options already
-#                     its gradient     dp: k, tp: n           likewise
-#
-# A plan is one option of each decision. What it does that the search would not have thought of becomes an option more, for everyone.
+# Search space extended by the options of given plans, which the model then prices.
 
 
 def add_plan_options(space: SearchSpace, plans: Sequence[Assignment]) -> SearchSpace:
-    """With the options that the plans take."""
+    """`space` with the options of `plans` added to each decision."""
     decisions = {
         key: replace(one, options=tuple(dict.fromkeys((*one.options, *(option_of(space.axes, one, plan) for plan in plans)))))
         for key, one in space.decisions.items()
@@ -276,7 +270,7 @@ def add_plan_options(space: SearchSpace, plans: Sequence[Assignment]) -> SearchS
 
 
 def option_of(order: Sequence[str], decision: Decision, plan: Assignment) -> Option:
-    """What a plan decides of it, along these axes."""
+    """A plan's option for a decision, along the axes of `order`."""
     key: Key = decision.key
 
     def keep_searched(axes: Sequence[str]) -> tuple[str, ...]:
@@ -286,7 +280,7 @@ def option_of(order: Sequence[str], decision: Decision, plan: Assignment) -> Opt
         kind, name = key
         return Option(tuple(keep_searched(part.axes) for _, _, part in plan.storage[name, kind].parts()))
     if key.op != "call_function":
-        return decision.options[0]  # an input lies as it is given
+        return decision.options[0]  # an input is sharded as given
     chosen = plan.chosen[key]
     partial = {axis for want in plan.wanted[key] for axis, _ in want.partial}
     axes = tuple(keep_searched(chosen.get(label, ())) for label in decision.labels)  # type: ignore[arg-type]
@@ -325,19 +319,16 @@ def _stored_sharding(placed: PlacedModel, node: Node, decision: Decision, option
     return whole
 
 
-# Tie-breaking of storage: the plainest of equal cost and no more bytes, so that equal tensors are stored alike and plans are short.
-#
-#     gate.weight's state   ffn/dp/tp, _   or   ffn/tp/dp, _   or   ffn/dp, hidden/tp      the first: one dim, axes in the order of the mesh
-#
-# A relaxation takes any of them. What is plain goes by what a store clause does (`place/storage.py`).
+# Tie-breaking of storage, of which a relaxation takes any: the plainest, so that equal tensors are stored alike and plans are short.
 
 
 SAME: Final = 1e-9
-"""Of what a choice costs: a smaller difference is none."""
+"""Relative difference of cost that counts as none."""
 
 
 def plainest(model: CostModel, memory: MemoryModel, pick: Pick) -> Pick:
-    """The choice with storage as plain as it may be: it costs no more, and holds no more at its fullest moment."""
+    """The choice with the plainest storage of no higher cost and no higher peak: of `ffn/dp/tp, _`, `ffn/tp/dp, _` and `ffn/dp, hidden/tp`
+    the first."""
     groups = _groups(model)
     least, holds = SAME * model.seconds(pick), float(memory.walk(pick).max())
     for number in range(len(pick)):
@@ -355,7 +346,7 @@ def plainest(model: CostModel, memory: MemoryModel, pick: Pick) -> Pick:
 
 
 def _groups(model: CostModel) -> Mapping[int, Sequence[ValueGroup]]:
-    """By class, the values that it makes or reads."""
+    """By class: groups of values that it makes or reads."""
     found: dict[int, list[ValueGroup]] = defaultdict(list)
     for group in model.groups:
         for number in {group.maker, *(leg.reader for leg in group.legs)}:
@@ -368,7 +359,8 @@ def _seconds(model: CostModel, groups: Sequence[ValueGroup], number: int, pick: 
 
 
 def _order(decision: Decision, option: Option, sizes: Mapping[str, int]) -> tuple[object, ...]:
-    """What stands first is plainer: few dims, those that divide, major factors, the first dim, axes in the order of the mesh."""
+    """Sort key, the plainest first, as store clauses split (`place/storage.py`): few dims, dims that divide, major factors, first dims,
+    axes in mesh order."""
     used = [at for at, axes in enumerate(option.axes) if axes]
     counts = [prod(sizes[axis] for axis in option.axes[at]) for at in used]
     uneven = sum(decision.sizes[at] % count != 0 for at, count in zip(used, counts, strict=True))

@@ -1,13 +1,13 @@
 """Linear relaxation and branch and bound over the options that messages leave open (HiGHS, by scipy).
 
-Columns, each in [0, 1]: an option of a class; for a leg, a pair of the form that is given and the form that is wanted; a change of
-sharding that several legs share; a form that several legs keep alive at a moment. Rows: each class takes one option; a leg's pairs that
-begin with a form add up to the options that give it, those that end with one to the options that want it; a shared change is there for
-each leg that uses it; what a rank holds at some moments is within the budget.
+Columns, each in [0, 1]: an option of a class; for a leg, a pair of a given and a wanted form; a change of sharding that several legs share;
+a form that several legs keep alive at a moment. Rows: each class takes one option; the pairs of a leg with one given form add up to the
+options that give it, those with one wanted form to the options that want it; a shared change is at least each leg's use of it; bytes of a
+rank at some moments are within the budget.
 
-Everything ends by iterations, nodes, a gap or an allowance of rows times columns, never by seconds: one version of scipy gives one answer
-on every machine. (Nodes do not end branch and bound soon: before the first it makes cuts, and solves programs of its own. The size of what
-it is given does.)
+Limits are iterations, nodes, a gap or an allowance of rows times columns, never seconds: one version of scipy gives one answer on every
+machine. (A limit of nodes does not end branch and bound soon, since cuts and other programs come before the first node; the size of its
+program does.)
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ MILLI: Final = 1e3
 NODES: Final = 50
 GAP: Final = 1e-3
 BRANCHES: Final = 10
-"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: three to nine seconds for a hundred
-million of rows times columns, of which a linear program takes a second at most."""
+"""Linear programs of the same size that a run of branch and bound counts for, with memory and nodes to spare: 3 to 9 s for 1e8 rows times
+columns, of which a linear program takes 1 s at most."""
 SHARE: Final = 1e-6
-"""What a column that is whole may lack of it."""
+"""Tolerance of shares: so much less than 1 is whole, so little is none."""
 
 
 @dataclass
 class Allowance:
-    """What a search may still do, with those that it is asked for once more.
+    """Remaining work of a search, and of searches that follow it for changes of the request.
 
     left        rows times columns of linear programs within budgets, all together
-    candidates  choices that go through all passes
+    candidates  choices that may go through all passes
     """
 
     left: float = 4e9
     candidates: int = 18
 
     def take_candidate(self) -> bool:
-        """Whether one more choice may go through all passes, which then counts."""
+        """Counts one more choice that goes through all passes; returns whether it may."""
         self.candidates -= 1
         return self.candidates >= 0
 
     def spend(self, columns: ProgramColumns, times: int = 1) -> bool:
-        """Whether there is enough for so many programs of this size, which then counts."""
+        """Whether `times` programs of this size are within the allowance, which is then less by as much."""
         size = float(len(columns.rows)) * len(columns.cost) * times
         if size > self.left:
             return False
@@ -70,7 +70,7 @@ class Allowance:
 
     @contextmanager
     def half(self) -> Iterator[Allowance]:
-        """Half of what is left, for one question: what it leaves is for those that follow."""
+        """Half of the allowance left, for one question; the rest of it is returned."""
         own = Allowance(self.left / 2)
         given = own.left
         yield own
@@ -79,7 +79,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Charges:
-    """Seconds that a leg charges its maker for each given form, and its reader for each wanted form: its messages."""
+    """Messages of a leg: seconds that it charges the maker for each given form, and the reader for each wanted form."""
 
     given: Numbers
     maker: Floats
@@ -90,10 +90,10 @@ class Charges:
 @dataclass(frozen=True)
 class Relaxation:
     """
-    bound    no choice costs less (seconds), within the options and pairs that were given
-    shares   of each class, how much of each option the relaxation takes
-    weights  seconds that a byte is worth at each moment
-    charges  by group and leg, what its rows charge
+    bound    lower bound in seconds on choices of the given options and pairs
+    shares   by class: share of each option
+    weights  by moment: seconds per byte
+    charges  by group and leg: duals of its rows
     """
 
     bound: float
@@ -107,14 +107,14 @@ class Relaxation:
 
 
 Pairs: TypeAlias = tuple[Numbers, Numbers, Numbers]
-"""Of pairs of forms the given form, the wanted one, and the column."""
+"""(given forms, wanted forms, columns) of pairs of forms."""
 NONE: Final = np.zeros(0, dtype=np.int64)
 NOWHERE: Final = -1
 
 
 @dataclass
 class ChangeUse:
-    """A leg's use of one change of sharding: the columns that add up to it."""
+    """Use of one change of sharding by a leg: the sum of these columns."""
 
     leg: Leg
     columns: list[int]
@@ -122,11 +122,11 @@ class ChangeUse:
 
 @dataclass(frozen=True)
 class AliveShares:
-    """What legs that share a change of sharding keep alive of it at a moment.
+    """Liveness at a moment of a form that legs share.
 
-    everyone  how many of the group's values, all legs together
-    alone     of each leg the part of that which it keeps alive by itself
-    both      of two legs, where they keep more together than either does
+    everyone  number of the group's values that all legs together keep alive
+    alone     by leg: part of `everyone` that the leg by itself keeps alive
+    both      (leg, leg, part) where two together keep more alive than each
     """
 
     everyone: float
@@ -136,11 +136,11 @@ class AliveShares:
 
 @dataclass
 class ProgramColumns:
-    """The columns and rows of a model.
+    """Columns and rows of a model.
 
-    left     the options of each class;  pairs  which forms may go together, by group and leg: where it is missing, all
+    left     by class: options;  pairs  by group and leg: mask of allowed pairs of forms, all if missing
     moments  positions at which memory is bounded by `budget` bytes
-    near     charges from which those of the answer are to be no farther than `reach` (seconds); its bound is then somewhat lower
+    near     charges from which those of the solution differ by at most `reach` seconds; the bound is then somewhat lower
     """
 
     model: CostModel
@@ -161,9 +161,9 @@ class ProgramColumns:
         self.held = [dict[int, float]() for _ in self.moments]
         self.first: list[int] = []
         self._kept: dict[tuple[tuple[int, ...], ...], list[AliveShares]] = {}
-        """Of the group at hand by its legs' readings; the last says whether what is given is partial."""
+        """Of the current group, by readings of legs; the last number says whether the given form is partial."""
         self.legs: dict[tuple[int, int], tuple[int, Numbers, Numbers]] = {}
-        """Of each leg with pairs, the first of its rows, and the forms that these are about."""
+        """By group and leg with pairs: first row, given forms and wanted forms of its rows."""
         for number, own in enumerate(self.model.own):
             self.first.append(len(self.cost))
             columns = [self._column(own[option]) for option in self.left[number]]
@@ -204,7 +204,7 @@ class ProgramColumns:
             self.entries[2].append(value)
 
     def _forms(self, number: int, forms: Numbers) -> tuple[Numbers, Numbers]:
-        """The forms that a class's options give or want, in order, and of each option which of them."""
+        """Distinct forms that a class's options give or want, in order, and by option the index of its form."""
         return unique_with_inverse(forms[self.left[number]])
 
     def _group(self, number: int, group: ValueGroup) -> None:
@@ -237,7 +237,7 @@ class ProgramColumns:
             self._change(group, a, b, legs)
 
     def _own_pairs(self, group: ValueGroup, leg: Leg) -> Pairs:
-        """Of a leg whose reader decides with the maker: its options."""
+        """Pairs of a leg with one class at both ends: its options."""
         left = self.left[group.maker]
         return group.given[left], leg.forms[left], self.first[group.maker] + np.arange(len(left))
 
@@ -264,7 +264,7 @@ class ProgramColumns:
         return lies[rows], wants[places], columns
 
     def _change(self, group: ValueGroup, a: int, b: int, used: list[ChangeUse]) -> None:
-        """One change of sharding, by one leg or by several that share it."""
+        """Adds the seconds and bytes of one change of sharding, by one leg or shared by several."""
         price = min(one.leg.price[a, b] for one in used) * group.count
         if price:
             for column in used[0].columns if len(used) == 1 else [self._shared_column([(one, 1.0) for one in used])]:
@@ -275,14 +275,14 @@ class ProgramColumns:
                     _add_entry(row, column, alive.everyone * group.brought[b])
 
     def _shared_column(self, used: Sequence[tuple[ChangeUse, float]]) -> int:
-        """A column that is at least each of these, times its part."""
+        """A column that is at least each use, times its part."""
         found = self._column()
         for one, part in used:
             self._row(0.0, np.inf, [(found, 1.0), *((column, -part) for column in one.columns)])
         return found
 
     def _alive_column(self, used: Sequence[ChangeUse], alive: AliveShares) -> int:
-        """How much of what all legs together keep alive at a moment those do that use the change: alone, or two together."""
+        """Column of the part of `alive.everyone` that legs with the change keep alive, each by itself or two together."""
         found = self._shared_column([(one, part) for one, part in zip(used, alive.alone, strict=True) if part])
         for one, other, both in alive.both:
             columns = (*used[one].columns, *used[other].columns)
@@ -290,7 +290,7 @@ class ProgramColumns:
         return found
 
     def _alive_shares(self, group: ValueGroup, used: Sequence[ChangeUse], partial: bool) -> list[AliveShares]:
-        """At each moment."""
+        """Alive shares at each moment."""
         key = *(one.leg.readings for one in used), (int(partial),)
         if key not in self._kept:
             self._kept[key] = [self._alive_at(moment, group, [one.leg for one in used], partial) for moment in self.moments]
@@ -307,7 +307,7 @@ class ProgramColumns:
         ]  # fmt: skip
         return AliveShares(everyone, alone, tuple(each for each in two if each[2] > max(alone[each[0]], alone[each[1]])))
 
-    # -------------------------------------------------------------------------------------------------------------------------- solved
+    # ------------------------------------------------------------------------------------------------------------------------ solution
 
     @property
     def matrix(self) -> sparse.csr_matrix:
@@ -315,8 +315,8 @@ class ProgramColumns:
         return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
 
     def solve_relaxation(self) -> Relaxation | None:
-        """The linear relaxation; None if not even that keeps the budget, or has no answer. (That no column is more than 1 follows from the
-        rows: a limit of its own would take part of what these charge.)"""
+        """The linear relaxation; None if it is infeasible or unsolved. (Columns have no upper limit: that of 1 follows from the rows, and
+        one of its own would take part of their duals.)"""
         matrix, least, most = self.matrix, np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
         equal = least == most
         above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
@@ -343,7 +343,7 @@ class ProgramColumns:
         return found
 
     def solve_integer(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:
-        """An integer choice by branch and bound, and its bound; no choice where none was found."""
+        """A choice by branch and bound, None if none was found, and a lower bound in seconds."""
         integral = np.zeros(len(self.cost))
         integral[: self.options] = 1
         least, most = np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
@@ -359,7 +359,7 @@ class ProgramColumns:
         return tuple(values[start : start + len(row)] for start, row in zip(self.first, self.left, strict=True))
 
     def round_shares(self, shares: Sequence[Floats]) -> Pick:
-        """Of each class the option of which there is most."""
+        """By class: the option of the largest share."""
         return tuple(int(row[int(np.argmax(part))]) for row, part in zip(self.left, shares, strict=True))
 
 

@@ -2,12 +2,12 @@
 
     [batch/dp, ffn/tp] -> [batch/dp/tp, ffn]     all_to_all over tp, of 1/4 of the bytes
 
-The steps depend on which axes move from where to where, not on what the slots are called, nor on slots and sums that stay as they are:
-those make the value smaller and are left out. Slots are taken as large enough for every axis, so that one list of steps serves all values.
-Padding in messages is not counted.
+Steps depend on the axes that move and between which slots, not on names. Slots and partial sums that do not change are left out; such slots
+only make the value smaller. Slots count as large enough for every axis, so that one list of steps serves all values. Padding in messages is
+not counted.
 
-A search asks for a table of all forms at once: pairs of forms are numbered by what moves, each list of steps is made once, and what it
-takes is read off for all bytes together.
+A search asks for a table of all forms at once: pairs of forms are numbered by the axes that move, each list of steps is computed once, and
+seconds follow from latency and bytes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from meshc.passes.partition.reshard import merge, steps
 from meshc.passes.planner.search_space import Axes, Floats, Form, Numbers
 
 Message: TypeAlias = tuple[str, Axes, float]
-"""Kind, axes, and the part of the whole value's elements that the collective takes (of a gather: gives)."""
+"""(kind, axes, part of the whole value's elements that the collective takes, or of a gather: gives)"""
 Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-"""Of each slot that changes, its axes before and after; what is partial before, and after."""
+"""((axes before, axes after) of each slot that changes, partial axes before, partial axes after)"""
 
 Level: TypeAlias = tuple[int, ...]
 Number: TypeAlias = tuple[Level, int]
-"""Of all that moves between two forms: equal numbers, equal moves."""
+"""Number of a pair of forms: pairs with equal numbers move equally."""
 
 WAYS: Final = 3
-"""A collective is done in as many ways at most."""
+"""Most algorithms of a collective."""
 KINDS: Final = 1 << 12
-"""Changes of one slot, and of what is partial, have numbers below."""
+"""Limit of numbers of changes of one slot, and of partial axes."""
 ROOM: Final = 1 << 62
-"""Of numbers that stand for pairs of forms."""
+"""Limit of numbers of pairs of forms."""
 UNKNOWN: Final = -1
 
 
@@ -53,17 +53,17 @@ class ReshardPrices:
     device: Device
     _lists: dict[Moved, int] = field(default_factory=dict)
     _steps: dict[Moved, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)
-    """Of axes that are called by their number, in the order in which they come: steps do not depend on what axes are called."""
+    """Axes are numbers here, in order of first use: steps do not depend on names of axes."""
     _prices: dict[Message, tuple[list[float], list[float]]] = field(default_factory=dict)
     _latency: _MessageRows = field(default_factory=lambda: _MessageRows())
-    """Of each list of steps, by message and way: seconds whatever the bytes; `_per_byte` seconds for each byte of the whole value."""
+    """By list of steps, message and algorithm: seconds whatever the bytes; `_per_byte`: seconds per byte of the whole value."""
     _per_byte: _MessageRows = field(default_factory=lambda: _MessageRows())
     _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
     _known: dict[Level, tuple[NDArray[np.int64], Numbers]] = field(default_factory=dict)
-    """By level the numbers of pairs of forms, in order, and of each its list of steps."""
+    """By level: sorted numbers of pairs of forms, and the list of steps of each."""
     _codes: dict[Axes, int] = field(default_factory=dict)
     _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
-    """What is partial before and after, by number."""
+    """(partial before, partial after) -> number."""
     _begun: dict[Number, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,15 +71,15 @@ class ReshardPrices:
         self._codes.update({row: at for at, row in enumerate(rows)})
         self._ranks = {row: prod(self.sizes[axis] for axis in row) for row in self._codes}
         self._changes = np.full(len(self._codes) ** 2, UNKNOWN)
-        """Numbers of changes of a slot, those that have come up from 1 on."""
+        """Numbers of changes of a slot, from 1 on in order of first use; 0 is no change."""
         self._changes[:: len(self._codes) + 1] = 0
 
     def seconds(self, source: Form, target: Form, size: float) -> float:
-        """Of a value of so many bytes, if whole."""
+        """Seconds from `source` to `target`, of a value of `size` bytes if whole."""
         return float(self.table((source,), (target,), size)[0, 0])
 
     def table(self, sources: Sequence[Form], targets: Sequence[Form], size: float) -> Floats:
-        """Likewise from each source to each target."""
+        """Seconds from each source to each target."""
         if not sources or not targets:
             return np.zeros((len(sources), len(targets)))
         key = tuple(sources), tuple(targets)
@@ -90,7 +90,7 @@ class ReshardPrices:
         return taken[place]
 
     def _number_pairs(self, sources: tuple[Form, ...], targets: tuple[Form, ...]) -> tuple[Numbers, Floats, Floats]:
-        """Each pair's kind; of each kind, by message and way, seconds whatever the bytes, and for each of them."""
+        """Kind of each pair; by kind, message and algorithm: seconds whatever the bytes, and seconds per byte."""
         before, after = (
             np.array([[self._codes[axes] for axes in form[0]] for form in forms], dtype=np.int64) for forms in (sources, targets)
         )
@@ -126,7 +126,7 @@ class ReshardPrices:
     def _step_lists(
         self, level: Level, keys: NDArray[np.int64], sources: Sequence[Form], targets: Sequence[Form], rows: Numbers, columns: Numbers
     ) -> Numbers:  # fmt: skip
-        """The lists of steps of pairs of forms, by the pairs' numbers, which are in order: pairs with one number have the same."""
+        """List of steps of each pair of forms, by `keys`, the sorted numbers of the pairs: equal numbers, equal steps."""
         known, lists = self._known.get(level, (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.intp)))
         place = np.searchsorted(known, keys)
         fresh = np.flatnonzero(known[np.minimum(place, len(known) - 1)] != keys) if len(known) else np.arange(len(keys))
@@ -139,7 +139,7 @@ class ReshardPrices:
         return lists[place]
 
     def _step_list(self, source: Form, target: Form) -> int:
-        """The number of the steps of a pair of forms."""
+        """Number of the list of steps of a pair of forms."""
         moved = _changed_slots(source, target)
         number = self._lists.setdefault(moved, len(self._lists))
         if number == len(self._latency):
@@ -183,7 +183,7 @@ class ReshardPrices:
         return tuple(listed)
 
     def _message(self, message: Message) -> tuple[list[float], list[float]]:
-        """Seconds whatever the bytes, and for each byte of the whole value, in each way."""
+        """By algorithm: seconds whatever the bytes, and seconds per byte of the whole value."""
         if message in self._prices:
             return self._prices[message]
         kind, axes, part = message
@@ -198,18 +198,18 @@ class ReshardPrices:
 
 
 class _Pairs:
-    """A number for each pair of forms: of one level equal numbers, equal moves. `stay`: ranks by which slots that do not change split the
-    value. `begun`: what numbers begin with where there was no more room for all of it, by its own number, for all tables."""
+    """Numbers of pairs of forms: within a level, pairs with equal numbers move equally. `stay`: ranks over which unchanged slots split the
+    value. `begun`: (level, number) -> number that stands for it where there is no room for more digits, for all tables."""
 
     def __init__(self, sources: int, targets: int, begun: dict[Number, int]) -> None:
         self.tail = np.zeros((sources, targets), dtype=np.int64)
         self.stay = np.ones((sources, targets), dtype=np.int64)
         self.begun = begun
         self.level: Level = ()
-        """How many slots were left each time that there was no more room."""
+        """Slots that were left, each time that there was no room."""
 
     def slot(self, change: NDArray[np.int64], stays: NDArray[np.int64], left: int) -> None:
-        """Changes are numbers, 0 being none: as long as there is room, slots that do not change make no difference."""
+        """Appends the change of a slot, 0 for none. Until there is no room, unchanged slots do not count."""
         assert change.max() < KINDS
         self._make_room(KINDS, left)
         more = self.tail * KINDS + change
@@ -232,13 +232,13 @@ class _Pairs:
 def _steps(
     moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Kinds of steps with the numbers of their axes."""
+    """(kind, numbers of its axes) of each step."""
     source, target = (Sharding(tuple((Part("", 0, pair[at]),) for pair in moved), owed) for at, owed in enumerate((before, after)))
     return tuple((step.kind, tuple(map(int, step.axes))) for step in merge(steps(source, target)))
 
 
 class _MessageRows:
-    """Lists of messages as one array that grows, [list, message, way]: nothing where a list is shorter."""
+    """Lists of messages as one array that grows, [list, message, algorithm]: zero where a list is shorter."""
 
     def __init__(self) -> None:
         self._table, self._count = np.zeros((64, 1, WAYS)), 0
@@ -256,7 +256,7 @@ class _MessageRows:
         self._count += 1
 
     def of(self, numbers: Numbers) -> Floats:
-        """So many messages as the longest of these has at least."""
+        """Rows of `numbers`, with at least as many messages as the longest of them."""
         return self._table[numbers]
 
 

@@ -1,12 +1,11 @@
 """Search space as data: decisions with their options, the values that they compute, and the readings of each value.
 
     mm(x, t(w))     decision   labels m0 batch, m1 seq, k, n       option  m0: dp, n: tp
-                    value      [batch * seq, ffn]                   lies as m0, m1, n do:   batch/dp * seq, ffn/tp
+                    value      [batch * seq, ffn]                   sharded as m0, m1, n:   batch/dp * seq, ffn/tp
                     reading    of w through t                       wants [n, k]:           ffn/tp, hidden
 
-A label is a token of an operator, or a (dim, position) of a parameter as it is stored. Values are those of operators that compute: layout
-operators are looked through, and where a reading wants a value is said in the slots of the value at their root. A slot is one factor of one
-dim; dims and factors stand one after the other.
+A label is a token of an operator, or a (dim, position) of a stored parameter. Values are those of operators that compute: a reading through
+layout operators is expressed in slots of the value at their root. A slot is one factor of one dim, in order of dims and then factors.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Floats: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.intp]
 Axes: TypeAlias = tuple[str, ...]
 Key: TypeAlias = "Node | tuple[str, str]"
-"""An operator, a placeholder; or ("parameter", name), ("state", name): how a parameter, or its state, is stored."""
+"""An operator or placeholder; or ("parameter", name), ("state", name): storage of a parameter, or of its state."""
 Landing: TypeAlias = tuple["int | None", ...]
-"""For each slot of a value, the label whose axes it has; None: it is whole."""
+"""For each slot of a value: the label with the same axes, None if the slot is whole."""
 Form: TypeAlias = tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]
-"""How a value lies: the axes of each slot, and (axis, reduction) of what it is partial over."""
+"""Sharding of a value: axes of each slot, and (axis, reduction) of the axes that it is partial over."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to decide: the axes of each label, major to minor; and those over which operands come in, and results go out, partial."""
+    """Axes of each label, major to minor; and deferred axes, over which operands come in, and results go out, partial."""
 
     axes: tuple[Axes, ...]
     deferred: Axes = ()
@@ -43,8 +42,8 @@ class Option:
 @dataclass(frozen=True)
 class Decision:
     """
-    labels  tokens of an operator, or (dim, position) of what is stored;  sizes  of their factors
-    count   of how many of the whole model this is one: layers that were not captured decide as those that stand for them
+    labels  tokens of an operator, or (dim, position) of a stored tensor;  sizes  of their factors
+    count   number of decisions of the whole model that this one stands for, itself included
     """
 
     key: Key
@@ -56,8 +55,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class LayoutCopy:
-    """A layout operator between a value and its reader that moves memory: a cast, a copy. It reads and makes so many bytes, if whole.
-    `seam` as of a value."""
+    """Layout operator between a value and its reader that moves memory: a cast, a copy. `reads`, `makes`: bytes, if whole. `seam`: as of a
+    `DecidedValue`."""
 
     node: Node
     reads: int
@@ -70,12 +69,12 @@ class LayoutCopy:
 class Reading:
     """One reading of a value by a decision.
 
-    landing   for each slot of the value, the reader's label that it must be split as
-    defers    whether what the reader defers is deferred of this operand
-    position  of the reader in the graph;  `operand` its operand, -1 for what a program leaves
+    landing   for each slot of the value: label of the reader with the same axes
+    defers    whether the reader's deferred axes include this operand
+    position  of the reader in the graph;  operand  index among its operands, -1 for outputs of a program
     through   layout operators between that move memory, the value's side first
-    wants     of a reader that decides nothing: how the value must lie
-    seam      as of a value
+    wants     form that a reader without a decision wants
+    seam      as of a `DecidedValue`
     """
 
     reader: Key
@@ -95,11 +94,11 @@ class Reading:
 class DecidedValue:
     """One value that a decision makes.
 
-    root     its node and index;  decision  whose axes it lies by
-    landing  for each slot, the label of that decision; `sums` the labels that leave it partial, with the reduction
-    sizes    of its slots;  `itemsize` bytes an element
-    seam     the position before which those of layers stand that were not captured; None: there are none
-    count    of how many of the whole model this is one
+    root     its node and index;  decision  with the axes of its slots
+    landing  for each slot: label of that decision;  sums  (label, reduction) of labels that leave it partial
+    sizes    of its slots;  itemsize  bytes of an element
+    seam     position before which the same values of omitted layers come, None if there are none
+    count    number of values of the whole model that this one stands for, itself included
     """
 
     root: Value
@@ -125,11 +124,11 @@ class DecidedValue:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Everything that is to be decided, in graph order.
+    """All decisions and values of a graph, in graph order.
 
-    axes   of the mesh, those that are searched or held; sizes by axis
-    twins  decisions that must be as others are, since layers that were not captured stand between them
-    near   decisions that may have to be as others are, since they hand values to such layers, or have them from there
+    axes   mesh axes that are searched or held;  sizes  by axis
+    twins  decisions of captured layers with omitted layers between -> decisions that they must equal
+    near   decisions that exchange values with omitted layers -> decisions that they may have to equal
     """
 
     axes: Axes
@@ -142,7 +141,7 @@ class SearchSpace:
 
 
 def given_form(value: DecidedValue, option: Option, axes: Sequence[str]) -> Form:
-    """How a value lies under an option of the decision that makes it."""
+    """Form in which a value is given under an option of its decision."""
     slots = tuple(() if label is None else option.axes[label] for label in value.landing)
     owed: dict[tuple[str, str], None] = {}
     if value.defers:
@@ -155,7 +154,7 @@ def given_form(value: DecidedValue, option: Option, axes: Sequence[str]) -> Form
 
 
 def wanted_form(reading: Reading, option: Option) -> Form:
-    """How a reader wants a value under an option of its decision."""
+    """Form that a reading wants under an option of its decision."""
     if reading.wants is not None:
         return reading.wants
     slots = tuple(() if label is None else option.axes[label] for label in reading.landing)

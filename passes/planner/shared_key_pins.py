@@ -1,10 +1,10 @@
-"""Pins for key and value projections whose results several ranks share: each rank computes them, and none sends them.
+"""Pins for key and value projections of heads that several ranks share: each rank computes the results, and none sends them.
 
     pin op:model.layers.*.self_attn.[kv]_proj/forward/mm: -/tp_group            the rank's one head, on all ranks of the group
-    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm: -/tp_group           its weight's gradient, of the whole gradient of the head
-    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm.2: head/tp_group      what goes on to their operand: each has a part of the sum
+    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm: -/tp_group           gradient of the weight, from the head's whole gradient
+    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm.2: head/tp_group      gradient of the operand: each rank has a part of the sum
 
-Their operand's gradient is summed over the group in any case, with that of queries; the parts go into the same sum.
+The operand's gradient is summed over the group in any case, with that of queries; the parts are added to the same sum.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshc.plan.plan import Plan
 
 
 def pins_for_keys(placed: PlacedModel, heads: str, group: str) -> Plan:
-    """Of axes of which the first splits key-value heads and the second the queries that share each. What the plan has pinned itself is
-    left to it."""
+    """Pins for the axes `heads`, which splits key-value heads, and `group`, which splits the queries of each. Operators that the plan
+    itself pins along `group` get none."""
     named = named_operators(placed)
     wanted = interests(placed.plan, placed.names, list(placed.sizes))[heads]
     told: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ def pins_for_keys(placed: PlacedModel, heads: str, group: str) -> Plan:
 
 
 def _key_heads_factor(instance: Instance, also: Mapping[int, Iterable[str]]) -> int | None:
-    """The factor of key-value heads of a product with a parameter that has it; None of one that has queries too, or is no such product."""
+    """Factor of key-value heads of a product with a parameter; None if queries are in it too, or for other operators."""
     if not {"makes", "contracts"} & {*instance.rule.roles.values()}:
         return None
     found = [factor for factor in instance.factor.values() if "kv_heads" in also[factor]]
@@ -46,7 +46,7 @@ def _key_heads_factor(instance: Instance, also: Mapping[int, Iterable[str]]) -> 
 
 
 def _split_term(instance: Instance, placed: PlacedModel, ranks: int) -> str:
-    """What the second axis splits: features of the head where they are summed over, if they divide; else nothing."""
+    """Term for `group` to split: features of the head where they are summed over and `ranks` divides them, else nothing."""
     heads = [token for token, factor in instance.factor.items() if placed.names.of[factor] == "head"]
     for number, token in enumerate(heads, 1):
         summed = all(token in sums for sums in instance.sums)

@@ -1,9 +1,9 @@
 """Seconds of an operator on its tiles under each option, before there is a graph of tiles.
 
-One that `partition` writes as something else where a letter is split (a log-softmax over a split vocabulary, attention over some of its
-queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/roofline.py`
-is taken: work and bytes of the whole, in the proportion of the tiles. So it is of a product with a bias, of which all ranks but the first
-add zeros where its sum is split.
+An operator that `partition` lowers to others where a letter is split (a log-softmax over a split vocabulary, attention over some of its
+queries) is lowered here too, and the result is priced, collectives included. Other operators have the roofline of `cost/roofline.py`: work
+and bytes of the whole, in proportion to the tiles. That includes a product with a bias, of which all ranks but the first add zeros where
+its sum is split.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class OperatorPrices:
     device: Device
     _lowered: dict[object, float] = field(default_factory=dict)
     _called: dict[Node, object] = field(default_factory=dict)
-    """What a call is, whatever values it is of: equal ones are written out alike."""
+    """Key of each call without its values: calls with equal keys are lowered alike."""
     _parts: dict[tuple[int, Axes], float] = field(default_factory=dict)
 
     def seconds(self, node: Node, labels: Mapping[object, int], options: Sequence[Option]) -> Floats:
-        """Of one call under each option. `labels`: of each token, the decision's."""
+        """Seconds of one call under each option. `labels`: token -> label of the decision."""
         if not has_cost(node):
             return np.zeros(len(options))
         instance = self.factors.instances[node]
@@ -64,12 +64,12 @@ class OperatorPrices:
         return found
 
     def _zeroed_operand_seconds(self, instance: Instance, operand: int, part: Mapping[Token, Floats | float]) -> Floats | float:
-        """Seconds of an operand that is read, and written as it is or as zeros."""
+        """Seconds of reading an operand and writing it as it is or as zeros."""
         moved = 2 * _value_bytes(*instance.values[operand]) * tile_share(instance.operands[operand], part)
         return moved / self.device.bytes_per_s + self.device.launch_s
 
     def part(self, size: int, axes: Axes) -> float:
-        """What a rank has of a factor, padding included."""
+        """Part of a factor on a rank, padding included."""
         found = self._parts.get((size, axes))
         if found is None:
             found = self._parts[size, axes] = tile_sizes(size, [self.sizes[axis] for axis in axes])[-1] / size if axes else 1.0
@@ -124,7 +124,7 @@ def tile_share(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, Floats 
 
 
 def has_cost(node: Node) -> bool:
-    """Whether a rank does anything for it: not for views, nor for integers."""
+    """Whether a node takes time: views do not, nor do operators on integers alone."""
     return node.op == "call_function" and not packing.is_view(node) and any(one.dtype is not None for one in records(node))
 
 
@@ -134,7 +134,7 @@ def _value_bytes(node: Node, index: int) -> int:
 
 
 def _viewed_bytes(value: Value) -> int:
-    """Bytes behind a value: of an expanded view no more than what it looks at."""
+    """Bytes of memory behind a value: of an expanded view at most those of its base."""
     size, node = _value_bytes(*value), value[0]
     while packing.is_view(node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]

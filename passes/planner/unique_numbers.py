@@ -9,13 +9,13 @@ from meshc.passes.planner.search_space import Numbers
 
 
 def unique_with_inverse(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """They in order, each once, and of each which of these it is. They are not negative."""
+    """Sorted distinct `numbers`, which are not negative, and the index of each number among these."""
     there = membership_mask(int(numbers.max()) + 1 if len(numbers) else 0, numbers)
     return np.flatnonzero(there), (there.cumsum() - 1)[numbers]
 
 
 def membership_mask(count: int, numbers: Numbers) -> NDArray[np.bool_]:
-    """Which of so many numbers, from 0 on, are among these."""
+    """Mask of those of 0 to `count` - 1 that are among `numbers`."""
     found = np.zeros(count, dtype=bool)
     found[numbers] = True
     return found

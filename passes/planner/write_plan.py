@@ -5,7 +5,7 @@
                                                 pin op:lm_head/backward: batch/dp, -/tp
                                                 store model.embed_tokens.weight: vocab/tp/dp, _
 
-First the entries by which most operators do what is decided; then pins for those that do not; then store clauses and store lines.
+Entries are chosen first, so that most operators need no pin; then pins for the others; then store clauses and store lines.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from meshc.plan.recipes import RECIPES
 
 
 def write_plan(placed: PlacedModel, axes: Sequence[str]) -> Plan:
-    """The plan of what `axes`, which the plan leaves open, do by the choices.
+    """The plan of `placed`, with the choices for `axes`, which it leaves open, as lines.
 
-    `placed` has the choices, and what `propagate` makes of them.
+    `placed` has the choices and an assignment by `propagate`.
     """
     decided, ready = placed.require_assignment(), annotate(placed)
     found = choose_entries(ready, axes)
@@ -56,7 +56,7 @@ def write_plan(placed: PlacedModel, axes: Sequence[str]) -> Plan:
 
 
 def difference(placed: PlacedModel) -> str:
-    """Where the plan, by itself, comes to something else than the choices first; "" if nowhere. It is read from its text."""
+    """First difference between the assignment by the plan alone, read from its text, and that by the choices; "" if none."""
     try:
         again = assign(annotate(replace(placed, plan=_reparse(placed.plan), choices=None))).require_assignment()
     except PlanError as error:
@@ -69,12 +69,12 @@ def _with_entries(plan: Plan, found: Mapping[str, AxisEntry]) -> Plan:
 
 
 def _reparse(plan: Plan) -> Plan:
-    """As it is read from its text."""
+    """The plan as read from its text."""
     return Plan(str(plan)).having(plan.axes)
 
 
 def _difference(one: Assignment, other: Assignment) -> str:
-    """Where two come to something else first; "" if nowhere."""
+    """First difference between two assignments; "" if none."""
     for node, wanted in one.wanted.items():
         if wanted != other.wanted[node]:
             return f"{node.name} reads {_shardings_text(other.wanted[node])} in place of {_shardings_text(wanted)}"
@@ -91,22 +91,22 @@ def _shardings_text(wanted: Sequence[object]) -> str:
     return ", ".join(map(str, wanted))
 
 
-# Store clauses and store lines for a known storage: the clauses that leave fewest lines.
+# Store clauses and store lines for a known storage.
 
 
 Clauses: TypeAlias = "dict[str, tuple[str, ...]]"
-"""By axis, what is stored split along it."""
+"""By axis: kinds of stored tensors that it splits."""
 KNOWN: Final[tuple[tuple[str, ...], ...]] = ((), STORES[2:], STORES[1:], STORES)
-"""Nothing, and what zero1, zero2 and fsdp store."""
+"""No clause, and those of zero1, zero2 and fsdp."""
 ROUNDS: Final = 2
-"""Looks at each axis."""
+"""Visits of each axis."""
 
 
 def choose_stores(walked: Propagator, wanted: Storage, axes: Sequence[str], given: Clauses) -> tuple[Clauses, tuple[StoreLine, ...]]:
-    """Clauses for the axes, and the lines that say the rest.
+    """Store clauses of `axes` that leave fewest store lines, and these lines.
 
     walked  under the choices, so that the first use of each parameter is known
-    given   the clauses of the plan's other axes
+    given   clauses of the plan's other axes
     """
     clauses: Clauses = dict.fromkeys(axes, ())
 
@@ -128,28 +128,26 @@ def _stored_sharding(walked: Propagator, name: str, kind: str, clauses: Clauses)
     return walked.stored_by_plan(name, kind, clauses)
 
 
-# Axis entries for choices: for each axis the line by which most operators do without a pin what is decided.
-#
-#     dp: batch                         takes batch wherever an operator has it
-#     tp: heads@attention > batch       takes heads in attention, else batch
-#
-# What recipes say is weighed, and what is read off the choices: rank by rank the factor that is right most often, and wrong least, of what
-# the ranks before it leave. Equal operators of layers count once.
+# Axis entries for choices.
 
 
 SOURCE: Final = "the search"
-"""Who has written such an entry."""
+"""Origin of these entries."""
 RANKS: Final = 4
-"""Of an entry that is read off choices."""
+"""Most ranks of an entry read off choices."""
 EACH: Final = 3
-"""Members of a class of equal operators that are asked."""
+"""Most members of a class of equal operators that are compared."""
 REGIONS: Final = (None, "attention", "products")
 UNNAMED: Final = re.compile(r"f\d+")
-"""Factors without a name of their own, whose numbers go by the layers."""
+"""Factors without a name of their own, with numbers that depend on the layers."""
 
 
 def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEntry]:
-    """One for each of the axes. `placed` has been annotated and has choices."""
+    """Axis -> entry by which most operators are decided as chosen without a pin. `placed` has been annotated and has choices.
+
+    Candidates are entries of recipes, and entries read off the choices: rank by rank the factor that is right most often and wrong least,
+    of the operators that earlier ranks leave. Equal operators of layers count once.
+    """
     operators = _sample_operators(placed)
     nodes = set(operators)
     idle = {axis: (Interest(axis, {}),) for axis in axes}
@@ -161,7 +159,7 @@ def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEn
 
 
 def _sample_operators(placed: PlacedModel) -> dict[Node, str]:
-    """A few members of each class of equal operators, with what the class is called."""
+    """Operator -> name of its class of equal operators, for a few members of each class."""
     members: dict[str, list[Node]] = {}
     for name, instance in named_operators(placed).items():
         members.setdefault(operator_of_layers(name), []).append(instance.node)
@@ -169,7 +167,7 @@ def _sample_operators(placed: PlacedModel) -> dict[Node, str]:
 
 
 def _best(entries: Sequence[AxisEntry], rows: Sequence[EntryRow], groups: dict[Node, str]) -> AxisEntry:
-    """The entry that misses fewest classes of operators; the shortest of those."""
+    """The entry with the fewest classes of operators missed and terms; of these the shortest."""
     def cost(at: int) -> tuple[int, int, int]:
         missed = {groups[row.node] for row in rows if row.missed[at]}
         return len(missed) + len(entries[at].terms), len(str(entries[at])), at
@@ -193,7 +191,7 @@ def _candidates(placed: PlacedModel, axis: str, rows: Sequence[EntryRow]) -> lis
 
 @dataclass(frozen=True)
 class _OperatorOffer:
-    """What an operator offers, by name, and what is taken of it."""
+    """Names of factors that an axis could split in an operator, and of the one that it splits."""
 
     node: Node
     offered: frozenset[str]
@@ -201,7 +199,7 @@ class _OperatorOffer:
 
 
 def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]:
-    """Ranks of one factor each. An operator that does what is decided with no entry, since its operands lie so, has no say."""
+    """Ranks of one factor each. Operators that are decided as chosen with no entry, by their operands' shardings, do not count."""
     names, instances = placed.names, placed.factors.instances
 
     def name(instance: Instance, token: object) -> str:
@@ -236,15 +234,15 @@ def _gain(placed: PlacedModel, term: FactorTerm, left: Sequence[_OperatorOffer])
     return sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
 
 
-# Candidate entries of an axis, compared at each operator with what is decided, all other operators and axes doing that.
+# Candidate entries of an axis, compared with the choices at each operator, the others and all other axes decided as chosen.
 
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One operator, on its way along one axis.
+    """One operator along one axis.
 
-    offered  the tokens that the axis could split;  taken  the one that it does, or None
-    missed   which of the entries that are weighed would have it do something else
+    offered  tokens that the axis could split;  taken  the token that it splits, or None
+    missed   by candidate entry: whether the operator would be decided otherwise
     """
 
     node: Node
@@ -255,7 +253,7 @@ class EntryRow:
 
 class EntryComparison(Propagator):
     """
-    asks  by axis, what the entries that are weighed let it take;  nodes  the operators that are asked
+    asks  by axis: interests of the candidate entries;  nodes  operators to compare
     rows  by axis
     """
 
@@ -284,38 +282,38 @@ class EntryComparison(Propagator):
 
 
 def _is_same_up_to_order(one: Decision, other: Decision) -> bool:
-    """Whether axes go to the same tokens, in whatever order, and the same is deferred: the order is that of all entries together."""
+    """Whether tokens have the same sets of axes, and the same is deferred; the order of axes is that of all entries together."""
     first, second = ({token: set(axes) for token, axes in each[0].items() if axes} for each in (one, other))
     return first == second and one[1] == other[1]
 
 
 def compare_entries(placed: PlacedModel, nodes: set[Node], asks: Mapping[str, tuple[Interest, ...]]) -> dict[str, list[EntryRow]]:
-    """Of choices. `placed` has been annotated."""
+    """Rows of the choices by axis. `placed` has been annotated."""
     found = propagator(placed, EntryComparison)
     found.nodes, found.asks, found.rows = nodes, asks, {axis: [] for axis in asks}
     found.assign_shardings()
     return found.rows
 
 
-# Store lines for a known storage: the plan text that says it, as short as names allow.
-#
-#     (model.layers.0.up.weight, state)   [model.layers.0.ffn 64/tp/dp, hidden 32]
-#     (model.layers.1.up.weight, state)   [model.layers.1.ffn 64/tp/dp, hidden 32]
-#   is written as
-#     store model.layers.*.up.weight state: model.layers.*.ffn/tp/dp, _
-#
-# What the plan's other lines say already is left out; kinds that lie alike are one line, and so are parameters that one pattern matches, if
-# all that it matches lie so. Read with the plan whose storage was `given`, the lines give what was wanted.
+# Store lines for a known storage.
 
 
 Storage: TypeAlias = Mapping[tuple[str, str], Sharding]
-"""(parameter, what of it: parameter, gradient or state) -> how it lies between steps."""
+"""(parameter, kind: parameter, gradient or state) -> sharding between steps."""
 _Line: TypeAlias = tuple[tuple[str, ...], tuple[PinDim, ...]]
-"""Kinds, and dims, that a line is to say of one parameter."""
+"""Kinds and dims of a line for one parameter."""
 
 
 def storage_lines(wanted: Storage, given: Storage) -> tuple[StoreLine, ...]:
-    """The lines that make what would lie as `given` lie as `wanted`; both have every parameter and kind."""
+    """Store lines that turn the storage `given` into `wanted`; both have every parameter and kind.
+
+        (model.layers.0.up.weight, state)   [model.layers.0.ffn 64/tp/dp, hidden 32]
+        (model.layers.1.up.weight, state)   [model.layers.1.ffn 64/tp/dp, hidden 32]
+      gives
+        store model.layers.*.up.weight state: model.layers.*.ffn/tp/dp, _
+
+    Kinds with the same sharding share a line, and so do parameters that one pattern matches, if all its matches have that sharding.
+    """
     known = {name: _StoredParameter(name, wanted, given) for name, _ in wanted}
     needed: dict[_Line, list[str]] = defaultdict(list)
     for name, each in known.items():
@@ -332,10 +330,10 @@ def storage_lines(wanted: Storage, given: Storage) -> tuple[StoreLine, ...]:
 
 
 class _StoredParameter:
-    """How one parameter lies, as lines would say it.
+    """Storage of one parameter in terms of lines.
 
-    dims   by kind;  open  likewise, where nothing need be said of what is whole
-    needs  the lines that it cannot do without
+    dims   by kind;  open  by kind, without mention of whole factors
+    lies   kinds that need no line;  needs  lines that are necessary
     """
 
     def __init__(self, name: str, wanted: Storage, given: Storage) -> None:
@@ -347,17 +345,17 @@ class _StoredParameter:
         self.needs = [(tuple(word for word, each in self.dims.items() if each == dims), dims) for dims in changed]
 
     def agrees(self, kinds: Sequence[str], dims: tuple[PinDim, ...]) -> bool:
-        """Whether a line says what is so, be it needless."""
+        """Whether a line is true of the parameter, needed or not."""
         return all(dims == self.dims[word] or (word in self.lies and dims == self.open[word]) for word in kinds)
 
 
 def _dims(lies: Sharding, exact: bool) -> tuple[PinDim, ...]:
-    """Each dim's factors with the axes that split them. Those without are left open if all axes that could split them split others."""
+    """Each dim's factors with their axes. Unsplit factors are named only if `exact`, else they are left open."""
     return tuple(_dim(parts, exact) for parts in lies.dims)
 
 
 def _dim(parts: Sequence[Part], exact: bool) -> PinDim:
-    """A factor after which another of its name is split is mentioned, so that the other is known for the second."""
+    """An unsplit factor before a split one of the same name is named too, so that the split one counts as the second."""
     names = [factor_of_layers(part.factor) for part in parts]
     split = [name for name, part in zip(names, parts, strict=True) if part.axes]
     said = []

@@ -1,10 +1,10 @@
-"""Balanced cuts of a sequence of operators into stages, by dynamic programming: the slowest stage is as fast as can be.
+"""Balanced cuts of a sequence of operators into stages, by dynamic programming: those that minimise the slowest stage.
 
     seconds  3 1 1 1 1 5      2 stages:  3 1 1 1 1 | 5        3 stages:  3 1 | 1 1 1 | 5
 
 Dynamic programming over the points where a cut is allowed: best(k, j) = min over i < j of max(best(k - 1, i), stage(i, j)), the optimum of
 all cuts. A message occupies its channel and not its rank, so the slower of stage and message counts. Among the cuts that are no more than
-`slack` slower than the optimum, those that send least are taken: they stand between layers rather than inside one.
+`slack` slower than the optimum, those that send least are taken: they are between layers rather than inside one.
 
 Points are numbered in order, the beginning and the end among them; a table has at [i, j] the value of the stage from point i to point j.
 """

@@ -75,7 +75,7 @@ def _idle_options(request: Request) -> list[str]:
 
 
 class UncutProgram:
-    """A program before it is cut into stages: all that is the same for every shape.
+    """A program before it is cut into stages, with everything that is the same for every shape.
 
     lowered  `before`, `each` and `after`, with parameters gathered once where that is expected to fit
     halves   the microbatch with backwards of convolutions split, and the dependence of its values;  plain  the same unsplit
@@ -115,11 +115,11 @@ class UncutProgram:
         return Cutter(self.lowered, axis.name, own, shape).cut_program()
 
     def shapes_within_budget(self, shape: PipelineShape, needed: int, budget: int) -> list[PipelineShape]:
-        """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
+        """Shapes with cuts that may need no more than `budget` bytes, where `shape` needs `needed` bytes; the faster first."""
         return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._stage_bytes, needed, budget)]
 
     def places(self, shape: PipelineShape) -> StageMap:
-        """The stage of each value, and how many microbatches of it are in memory at once. (Its reader looks at whole backwards.)"""
+        """The stage of each value, with whole backwards, and how many microbatches of it are in memory at once."""
         placed = assign_halves(self.plain.found, shape.cuts, self.plain.at)
         waiting = [max(1, round(count)) for count in waiting_microbatches(shape)]
         return StageMap({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
@@ -255,17 +255,15 @@ def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callabl
     return found
 
 
-# Gathers of stored parameters hoisted out of the microbatches: once a call, where memory allows.
-#
-#     each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
-#                                               becomes  each:    y = mm(x, gathered:w)
-#
-# Without this a stage of a pipeline would gather its parameters, and reduce-scatter their gradients, once a microbatch and half. With it
-# gradients add up whole and are reduced after the last microbatch. It costs the bytes of the stage's parameters, twice.
-
-
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
-    """The stages with the gathers of parameters moved from `each` to `before`."""
+    """The stages with the gathers of parameters moved from `each` to `before`: once a call, where memory allows.
+
+        each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
+                                                  becomes  each:    y = mm(x, gathered:w)
+
+    Without this a stage of a pipeline gathers its parameters, and reduce-scatters their gradients, once a microbatch and half. With it
+    gradients add up whole and are reduced after the last microbatch. It costs the bytes of the stage's parameters, twice.
+    """
     each = replace(stages["each"], graph=copy_graph(stages["each"].graph))
     keys = each.keys()
     learned = kinds(each.graph, keys).learned

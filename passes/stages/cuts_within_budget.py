@@ -3,7 +3,7 @@
     seconds  2 2 2 2    bytes  6 6 1 1    2 stages, at most 8 bytes:  2 | 2 2 2   rather than   2 2 | 2 2
 
 A stage's bytes are estimated: parameters with gradients and state, and saved values of a microbatch, times the microbatches that wait for
-backward in its schedule. The estimate is scaled by the exact memory walk of the cuts of equal time, and the new cuts are walked again.
+backward in its schedule. The estimate is scaled by the exact peak of the cuts of equal time; the peak of the new cuts is predicted again.
 """
 
 from __future__ import annotations

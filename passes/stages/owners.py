@@ -100,7 +100,7 @@ class Owners:
         return moves
 
     def _reads(self, stage: Stage) -> list[str]:
-        """Keys that a stage reads, those behind values that are gathered for it before the first microbatch included."""
+        """Keys that a stage reads, including those of values that are gathered for it before the first microbatch."""
         return [key for own in stage.inputs for key in (own, *self._behind.get(own, ()))]
 
 
@@ -116,7 +116,7 @@ def _read_for(stage: Stage) -> dict[str, list[str]]:
 def _parameters_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, set[str]], names: Mapping[Node, str]) -> set[str]:
     """The parameters of which a sum is the gradient: those of the updates that read it, by operand or by label.
 
-    labels   global-view value -> the parameter whose update it belongs to
+    labels   global-view value -> the parameter of the update that it belongs to
     leaving  node that leaves as a gradient -> its parameters
     names    placeholder -> parameter
     """

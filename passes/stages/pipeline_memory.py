@@ -37,7 +37,7 @@ class MemoryNeed:
 
 
 class DoesNotFit(PlanError):
-    """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/budget_errors.py`)."""
+    """Error if no candidate fits. `need`: of the candidate that needs least. `passes/driver/budget_errors.py` adds advice."""
 
     def __init__(self, need: MemoryNeed, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.options.budget

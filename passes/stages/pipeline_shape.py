@@ -32,7 +32,7 @@ SLACKS: Final = (0.03, 0.01, 0.0)
 
 NEAR: Final = 0.1
 REFINED: Final = 3
-"""Schedules per number of microbatches whose cuts are refined, at most; only those within NEAR of the fastest."""
+"""Schedules per number of microbatches that have their cuts refined, at most; only those within NEAR of the fastest."""
 
 SCANNED: Final = 32
 STEPS: Final = (8, 4, 2, 1)
@@ -107,7 +107,7 @@ class PipelineShape:
 
 @lru_cache(maxsize=64)
 def _rehearse(shape: PipelineShape, links: frozenset[StageLink]) -> ScheduleReplay:
-    """The simulated schedule of a shape whose lists do not depend on costs; memoised for all cuts."""
+    """The simulated schedule of a shape with lists that do not depend on costs; memoised for all cuts."""
     return ScheduleReplay(shape.schedule(links))
 
 

@@ -1,13 +1,14 @@
-"""Gradient accumulation: a step over M microbatches as three stages, before, each and after.
+"""Gradient accumulation: a step over M microbatches as stages, before, first, each and after.
 
     per-rank graph with the sequential axis mb          before:  values of no parameter and no microbatch (counts of labels)
-                                               becomes  each:    forward and backward of microbatch k; partial sums leave
+                                               becomes  first:   sums over the whole batch that microbatches read, if there are any
+                                                        each:    forward and backward of microbatch k; partial sums leave
                                                         after:   reductions of gradients, clipping, the update
 
 A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over `mb` is accumulation. An operator that needs the whole
 batch in the middle of a microbatch (batch norm, contrast within the batch) is refused. A step that is the mean of its microbatches has no
 such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`. Each microbatch reads the buffers that the
-previous one has written.
+previous one has written. Of an inference, each microbatch computes rows of the outputs, which are concatenated after the last one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshc.program.program import Instruction, Port, Stage
 
 
 def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
-    """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
+    """The stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
     (stage,) = lowered.stages.values()
     count = lowered.sizes.get(MICROBATCH, 1)
     if count == 1:
@@ -75,7 +76,7 @@ def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
     whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
     whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
     first = {key: part for key, part in leaving.items() if whole_of(key) and any(whole[total] == _whole(key) for total in mixing)}
-    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward by themselves in any case
+    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward separately anyway
     ahead = split.stage("first", apart, given=given)
     learnt = {total: whole[total] for total in mixing}
     each = split.stage("each", {k: v for k, v in leaving.items() if k not in apart} | written, given={**given, **learnt})
@@ -119,21 +120,6 @@ def _whole(key: str) -> str:
     return found[1]
 
 
-# Sums over the whole batch that a microbatch reads, such as the means in the load-balancing loss of routed experts.
-#
-#     chosen = mean(one_hot(choice)), likely = mean(p), loss = .. + sum(chosen * likely)
-#     d p of a row = chosen / rows, where `chosen` counts the rows of later microbatches too
-#
-#     first:  forward of microbatch k as far as part:chosen needs it         all microbatches, before the first `each`
-#     each:   forward and backward of microbatch k, which reads sum:chosen
-#
-# Nothing but the sums leaves `first`, so that a step needs no more memory than without it; forward runs once more as far as the sums need
-# it. Under a pipeline there is no `first`: forward halves compute the parts, and the schedule has to run these for all microbatches before
-# a backward half reads the sum (`passes/stages/whole_sums.py`).
-#
-# Sums that depend on other such sums would need forward once more for each of them (batch norm in a second layer), and are refused.
-
-
 def refuse_gathered_rows(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
     """Raises CompileError for a collective over microbatches that is none of the `sums`. `sizes`: of the axes."""
     for node in graph.nodes:
@@ -162,7 +148,18 @@ def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
 def sums_before_microbatches(
     graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: LoweredProgram
 ) -> list[Node]:
-    """Those of the sums that microbatches read. Raises CompileError if these cannot be computed before.
+    """Those of `sums` that microbatches read. Raises CompileError if these cannot be computed before.
+
+        chosen = mean(one_hot(choice)), likely = mean(p), loss = .. + sum(chosen * likely)        load-balancing loss of routed experts
+        d p of a row = chosen / rows, where `chosen` counts the rows of later microbatches too
+
+        first:  forward of microbatch k up to part:chosen                    all microbatches, before the first `each`
+        each:   forward and backward of microbatch k, which reads sum:chosen
+
+    Only the sums leave `first`, so a step needs no more memory with it; forward runs once more up to the sums. A pipeline has no `first`:
+    forward halves compute the parts, and the schedule must run these for all microbatches before a backward half reads the sum
+    (`whole_sums.py`). Sums that depend on other such sums would need forward once more for each (batch norm in a second layer), and are
+    refused.
 
     varies  nodes that differ between microbatches, up to sums
     done    nodes that read a sum
@@ -190,17 +187,11 @@ def _mixes(node: Node, sums: Sequence[Node] = ()) -> CompileError:
     )
 
 
-# Outputs of an inference in microbatches: each microbatch's rows, concatenated after the last one.
-#
-# each:   y = f(rows k of x)          leaves as rows:y
-# after:  all rows, concatenated in the order of microbatches; padding of the last one is cut off
-
-
 aten = torch.ops.aten
 
 
 def outputs_by_rows(lowered: LoweredProgram, stage: Stage) -> dict[str, Node]:
-    """Outputs of which a microbatch computes some rows, by key. Raises CompileError if these are not contiguous rows of dim 0."""
+    """Outputs of which a microbatch computes some rows, `rows:y`, by key. Raises CompileError unless they are contiguous rows of dim 0."""
     nodes = stage.results()
     found = {}
     for port in lowered.outputs:

@@ -4,7 +4,7 @@
     half            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
     backward of block.2: (1, B)      of block.1: (0, B), and so on
 
-An operator of the forward half belongs to the stage between whose cuts its place in the trace falls; one of the backward half to the stage
+An operator of the forward half belongs to the stage in which its place in the trace is, by the cuts; one of the backward half to the stage
 of its forward operator (both have one `seq_nr` from AOTAutograd), but never to a later stage than the gradient that it reads: gradients
 flow towards stage 0. Values of parameters alone (layouts, casts, gathers), and integers, have no half: each stage that reads them computes
 them. So do values of inputs alone, unless a message is cheaper (`forwarded_values.py`).
@@ -41,7 +41,7 @@ class Kinds:
 
     learned  parameters and integers alone
     given    inputs, buffers, constants and integers alone: every stage could compute these
-    forward  the other nodes of the forward half, in order: what cuts divide
+    forward  the other nodes of the forward half, in order, which cuts divide
     backward the other nodes of the backward half, in order
     """
 
@@ -52,7 +52,7 @@ class Kinds:
 
 
 def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
-    """`keys`: of the placeholders."""
+    """The nodes of `graph` by the inputs that they depend on. `keys`: of the placeholders."""
     learned: set[Node] = set()
     given: set[Node] = set()
     forward: list[Node] = []

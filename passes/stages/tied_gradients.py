@@ -1,4 +1,4 @@
-"""Gradients of parameters shared by several stages: accumulated apart on each stage, added up once a call.
+"""Gradients of parameters shared by several stages: accumulated separately on each stage, added up once a call.
 
     each:  part:g = add(g0, g3)            stage 0: part:g0     stage 3: part:g3
                                   becomes  after:   sum:g = add(sum:g0, sum:g3)
@@ -44,7 +44,7 @@ def microbatch_results(each: Stage, after: Stage, placed: Mapping[Node, Half], e
 
 
 def _terms(node: Node, placed: Mapping[Node, Half]) -> list[Node]:
-    """The terms of a sum by stages: gradients of a tied parameter travel once a call, not with every microbatch."""
+    """The terms of a sum by stages: gradients of a tied parameter are sent once a call, not with every microbatch."""
     if not adds_same_shapes(node) or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
         return [node]
     return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]

@@ -26,23 +26,23 @@ from meshc.program.program import Stage
 aten = torch.ops.aten
 
 ALL: Final = -1
-"""The home of a node that every rank computes."""
+"""The rank of a node that every rank computes."""
 
 
 @dataclass
 class Updates:
-    """Home of each node of the stage after the last microbatch: a rank, or ALL; nodes without one are computed where they are read."""
+    """Rank of each node of the stage after the last microbatch, or ALL; nodes without a rank are computed where they are read."""
 
     placed: dict[Node, int] = field(default_factory=dict)
-    totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, and what each adds up
+    totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, each with its terms
 
 
 def place_updates(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
-    """The homes of a stage's nodes. Raises CompileError if values of several ranks are mixed by another operator than an addition.
+    """The rank of each node of `stage`. Raises CompileError if values of several ranks are mixed by another operator than an addition.
 
     entering  rank of each key that enters: parameters, states, sums
     owners    rank of a parameter by its name
-    labels    global-view value -> the parameter whose update it belongs to
+    labels    global-view value -> the parameter of the update that it belongs to
     """
     found = Updates()
     keys = stage.keys()
@@ -134,7 +134,7 @@ def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[No
 
 
 def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
-    """An output on every rank: a broadcast from its home."""
+    """An output on every rank, broadcast from the rank `home`."""
     last = next(reversed(list(graph.nodes)))
     with graph.inserting_after(last):
         sent = node if home == rank else _zeros(graph, node)

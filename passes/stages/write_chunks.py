@@ -1,4 +1,4 @@
-"""Head and loss of the per-rank graph, chunk by chunk, so that the values of a chunk are freed before the next one begins.
+"""Head and loss of the per-rank graph in chunks of tokens, so that the values of a chunk are freed before the next one begins.
 
     c = coordinate("in chunks")                                  x_0 = slice(x, 0, 0, 4)
     x_c = shard(x, 0, 2, c)                                      y_0 = mm(x_0, w)
@@ -7,10 +7,10 @@
     gx = all_gather(mm(y_c, v), ["in chunks"], 0)                ...
                                                                  gw = add(gw_0, gw_1);  gx = cat([gx_0, gx_1], 0)
 
-A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken: what is made of it follows from the operators' rules,
-as for a microbatch (docs/decisions/microbatches-and-means.md). Here its reductions become sums that grow, and its gathers are joined.
-All of it is of backward: forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain
-types, and its number.
+A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken; shardings of its values follow from the operators'
+rules, as for a microbatch (docs/decisions/microbatches-and-means.md). Here reductions over chunks become running sums, and gathers over
+chunks are concatenated. All of it belongs to backward: forward ends with the operands of the head. The axis is gone afterwards; values of a
+chunk have plain types and the chunk's number.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ aten = torch.ops.aten
 
 
 class NotInChunks(MeshcError):
-    """Why a head cannot run in chunks, in words that name a line of the model: it then runs whole."""
+    """Reason why a head cannot run in chunks, with a line of the model; the head runs whole then."""
 
 
 def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
-    """Raises NotInChunks where a chunk needs what is made of all of them, or what is made of them is as large as the product itself."""
+    """The program with its head and loss in chunks. Raises NotInChunks if a chunk needs results of all of them, or if the result of all is
+    as large as the product itself."""
     chunked = lowered.placed.chunked
     assert chunked is not None
     (stage,) = lowered.stages.values()
@@ -51,7 +52,7 @@ def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
 class _Writer:
     """
     own     the chunk's number;  ends  reductions and gathers over chunks, in order
-    varies  what differs from chunk to chunk, in order
+    varies  nodes that differ between chunks, in order
     """
 
     def __init__(self, graph: Graph, count: int, features: Collection[str]) -> None:
@@ -86,25 +87,25 @@ class _Writer:
         order = {node: turn for turn, node in enumerate(nodes)}
         late = max((*self.varies, *(node.all_input_nodes[0] for node in self.ends)), key=order.__getitem__)
         behind = late.next
-        taken = {node: order[node.all_input_nodes[0]] for node in self.ends}  # each part as soon as it is made
+        taken = {node: order[node.all_input_nodes[0]] for node in self.ends}  # a part is added as soon as it is computed
         body = sorted((*self.varies, *self.ends), key=lambda node: (taken.get(node, order[node]), node in taken))
         parts: dict[Node, list[Node]] = defaultdict(list)
         for chunk in range(self.count):
             with self.graph.inserting_before(behind):
                 self._write(chunk, body, parts)
-        for node in nodes[: order[late]]:  # what is made of all chunks comes after the last of them
+        for node in nodes[: order[late]]:  # results of all chunks come after the last one
             if node in self.done and node not in parts:
                 behind.prepend(node)
         for node in self.ends:
             node.replace_all_uses_with(parts[node][-1])
         for node in reversed(body):
             self.graph.erase_node(node)
-        for node in self.graph.nodes:  # what all chunks read has the shape of one
+        for node in self.graph.nodes:  # values that all chunks read have the shape of one
             if has_record(node) and any(one.sharding is not None and CHUNK in one.sharding.axes() for one in records(node)):
                 set_record(node, _records_with(node, sharding=None, of=""))
 
     def _write(self, chunk: int, body: Sequence[Node], parts: dict[Node, list[Node]]) -> None:
-        """One chunk; `parts`: of each end what has come of it so far."""
+        """Writes one chunk. `parts`: by end, its results so far."""
         made: dict[Node, Argument] = dict.fromkeys(self.own, chunk)
         for node in body:
             if node in made:
@@ -118,7 +119,7 @@ class _Writer:
             parts[node].append(self._accumulate(node, part, parts[node], chunk))
 
     def _copy_into_chunk(self, node: Node, made: Mapping[Node, Argument], chunk: int) -> Argument:
-        """What a node makes in one chunk, of what has been `made` there."""
+        """The result of `node` in one chunk, of the operands that `made` has for this chunk."""
         given = map_arg(node.args, lambda operand: made.get(operand, operand))
         known = all(not isinstance(leaf, Node) for leaf in leaves(given))
         if known and node.target in (spmd.tile_start, spmd.tile_count):
@@ -131,7 +132,7 @@ class _Writer:
         return copy
 
     def _slice_rows(self, node: Node, whole: Node, found: Record, chunk: int) -> Node:
-        """A chunk of a dim, which zeros fill up where it is shorter than the others."""
+        """A chunk along a dim, filled up with zeros if it is shorter than the others."""
         dim = cast(int, node.args[1])
         size, rows = record(whole).shape[dim], found.shape[dim]
         start, end = min(chunk * rows, size), min((chunk + 1) * rows, size)
@@ -142,7 +143,7 @@ class _Writer:
         return call(self.graph, found, aten.constant_pad_nd.default, piece, [0, 0] * len(shape[1]) + [0, rows - end + start], 0)
 
     def _accumulate(self, end: Node, part: Node, before: Sequence[Node], chunk: int) -> Node:
-        """What has come of an end with one more part of it: a larger sum, or after the last chunk all rows."""
+        """The result of `end` with one more part: a larger sum, or after the last chunk all rows."""
         last = chunk == self.count - 1
         whole = replace(record(end), chunk=chunk)
         if end.target is spmd.all_gather:
@@ -153,13 +154,13 @@ class _Writer:
 
 
 def _records_with(node: Node, **changes: Any) -> Record | tuple[Record, ...]:
-    """A node's records with these changes."""
+    """The records of `node` with `changes`."""
     found = tuple(replace(one, **changes) for one in records(node))
     return found if isinstance(node.meta[KEY], tuple) else found[0]
 
 
 def _gathered_sharding(node: Node) -> Sharding:
-    """How what a gather makes lies once it has its shape again."""
+    """The sharding of a gather's result, once it has its shape again."""
     while (lies := record(node).sharding) is None and len(node.users) == 1 and next(iter(node.users)).op == "call_function":
         (node,) = node.users
     return lies or Sharding()

@@ -1,6 +1,6 @@
 """Matching helpers for chains of calls in a torch-level graph: nodes, their single readers, sets of equivalent targets.
 
-    x = only(node_of(call.args[0]));  need(x.target in MATMULS)         raises Otherwise where the pattern does not match
+    x = only(node_of(call.args[0]));  need(x.target in MATMULS)         raises PatternMismatch where the pattern does not match
 
 Values inside a pattern may have no other reader: a model that also returns its attention weights is not changed.
 """
@@ -36,7 +36,7 @@ class PatternMismatch(Exception):
 
 
 def need(holds: object) -> None:
-    """Raises Otherwise unless `holds`."""
+    """Raises PatternMismatch unless `holds`."""
     if not holds:
         raise PatternMismatch
 
@@ -53,13 +53,13 @@ def node_of(x: object) -> Node:
 
 
 def only(x: Node) -> Node:
-    """`x` itself, if it has one reader; raises Otherwise if not."""
+    """`x` itself, if it has one reader; raises PatternMismatch if not."""
     need(len(x.users) == 1)
     return x
 
 
 def reader(x: Node) -> Node:
-    """The only reader of `x`; raises Otherwise if there are several."""
+    """The only reader of `x`; raises PatternMismatch if there are several."""
     return next(iter(only(x).users))
 
 

@@ -149,7 +149,7 @@ class _WrittenAttention:
         self.q, self.turned = (node_of(one) for one in x.args)
 
     def check(self, softmax: Node) -> None:
-        """Queries, keys and values are [batch, heads, positions, head]; no value between has fewer bits. Raises Otherwise."""
+        """Queries, keys and values are [batch, heads, positions, head]; no value between has fewer bits. Raises PatternMismatch."""
         kinds = {_dtype(one) for one in (self.q, self.turned, self.values)}
         need(len(kinds) == 1 and all(_dims(one) == 4 for one in (self.q, self.turned, self.values)))
         (kind,) = kinds

@@ -1,6 +1,6 @@
 """The pipeline schedules, one file each; `names()` lists them, `get(name)` finds one. `docs/add-a-schedule.md` shows how to add one.
 
-Every module of this folder that has a `SCHEDULE` is found; there is no list to keep.
+Every module of this folder with a `SCHEDULE` is found; there is no list to maintain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> ScheduleKind:
-    """The schedule of a name. Raises ScheduleError if there is none."""
+    """The schedule `name`. Raises ScheduleError if there is none."""
     if name not in _kinds_by_name():
         raise ScheduleError(f"there is no schedule {name!r}: use one of {', '.join(names())}, or write one (docs/add-a-schedule.md)")
     return _kinds_by_name()[name]

@@ -1,4 +1,4 @@
-"""DualPipeV: the stages of ZB-V, and a main phase of a forward of one stage beside a backward of the other, which can share a rank's time.
+"""DualPipeV: the stages of ZB-V, with a main phase in which a forward of one stage runs with a backward of the other on the same rank.
 
 Three ranks, six microbatches, the second stages in small letters:
 

@@ -63,7 +63,7 @@ class _GapFiller:
         return self.made
 
     def _turn(self, rank: int) -> tuple[float, Action] | None:
-        """(start, action) of a rank's next action; None if it has no action whose start is known."""
+        """(start, action) of a rank's next action; None if no action has a known start."""
         now = self.clock[rank]
         weights = self.weights[rank][0] if self.weights[rank] else None
         following = self.left[rank][0] if self.left[rank] else None

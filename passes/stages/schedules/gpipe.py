@@ -5,7 +5,7 @@
     2        F0 F1 F2 F3          B0    B1    B2    B3
     3           F0 F1 F2 F3 B0    B1    B2    B3
 
-Of the time each rank idles (p - 1) / (m + p - 1), on p ranks with m microbatches; it holds the activations of all m.
+Each rank idles (p - 1) / (m + p - 1) of the time, on p ranks with m microbatches, and holds the activations of all m.
 """
 
 from __future__ import annotations

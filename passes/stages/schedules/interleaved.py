@@ -34,8 +34,8 @@ def _rank(rank: int, ranks: int, chunks: int, groups: list[range]) -> list[Actio
     mine = [rank + chunk * ranks for chunk in range(chunks)]
     forward = [Action("F", stage, microbatch) for group in groups for stage in mine for microbatch in group]
     backward = [Action("B", stage, microbatch) for group in groups for stage in reversed(mine) for microbatch in group]
-    # The first group has gone forward in all stages but the last when its first microbatch reaches the last stage; it is two steps a rank
-    # from here to the last rank and back. 1F1B needs one: nothing of its first group has come round before.
+    # The first group has gone forward through all stages but the last when its first microbatch reaches the last stage; that is two steps a
+    # rank from here to the last rank and back. In 1F1B it is one step, since no microbatch goes round the ranks before.
     hops = ranks - 1 - rank
     ahead = min((chunks - 1) * len(groups[0]) + (2 * hops if chunks > 1 else hops), len(forward))
     actions = forward[:ahead]

@@ -1,4 +1,4 @@
-"""Numbers of microbatches for a rank's (op, stage) steps, by counting; schedules cut to fewer microbatches."""
+"""Microbatch numbers for a rank's (op, stage) steps, by counting; schedules cut to fewer microbatches."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def number_microbatches(steps: Iterable[Step]) -> list[Action]:
 
 
 def keep_microbatches(lists: Iterable[Sequence[Action]], microbatches: int) -> list[list[Action]]:
-    """The lists without the actions of microbatches from this number on. The remaining actions wait for nothing new."""
+    """`lists` without the actions of microbatches from number `microbatches` on. The remaining actions wait for nothing new."""
     return [[action for action in actions if action.microbatch < microbatches] for actions in lists]

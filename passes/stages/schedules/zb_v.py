@@ -35,7 +35,7 @@ def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:
     down, up = rank, 2 * ranks - 1 - rank
     f0, i0, w0 = ("F", down), ("I", down), ("W", down)
     f1, i1, w1 = ("F", up), ("I", up), ("W", up)
-    after = ranks - rank  # how far the turn of the V is
+    after = ranks - rank  # ranks from this one to the turn of the V
     steady = microbatches - (2 * ranks - 1 - rank)
     return [
         *[f0] * (2 * after - 1),
