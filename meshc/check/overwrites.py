@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir import Source, spmd
-from meshc.ir.aliases import written_operands
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
+from meshc.ir.schemas import written_operands
 from meshc.ops.in_place import WRITERS
 from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling

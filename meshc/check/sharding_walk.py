@@ -21,7 +21,7 @@ from meshc.check import orders, rings
 from meshc.check.cross_stage_shardings import CrossStageShardings
 from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, fit_together, flat, partial_text, run_of
 from meshc.check.padding import check_claims, check_sums
-from meshc.check.rings import BACKWARD, FORWARD, named_arguments
+from meshc.check.rings import BACKWARD, FORWARD
 from meshc.check.rule_queries import RuleQueries
 from meshc.check.rule_shardings import RulesProtocol, shardings_by_rule
 from meshc.check.spmd_shardings import Place, infer_sharding, place_of, positions
@@ -29,7 +29,7 @@ from meshc.check.types import Wrong
 from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
 from meshc.check.windows import check_windows
 from meshc.ir import spmd
-from meshc.ir.aliases import RESHAPES
+from meshc.ir.schemas import RESHAPES, named_arguments
 from meshc.ir.sharding import Sharding, local_size
 from meshc.ir.window import tile_length
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
@@ -39,16 +39,6 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 aten = torch.ops.aten
-<<<<<<< HEAD
-||||||| 88319a43
-VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-SAME = (torch.ops.meshc.check_index.default,)
-"""Operators without a rule, whose result is their operand."""
-=======
-VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-SAME = (torch.ops.meshc.check_index.default,)
-"""Operators without a rule that return their operand."""
->>>>>>> main
 
 
 def faults(

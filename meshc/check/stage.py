@@ -20,9 +20,9 @@ from meshc.check import operators, spmd_types
 from meshc.check.overwrites import OWN, writes
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record, spmd
-from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
+from meshc.ir.schemas import RESHAPES
 from meshc.ops.in_place import WRITERS
 from meshc.private import OpOverload
 from meshc.program.program import Stage

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Function
+from meshc.ir.schemas import RESHAPES
 from meshc.private import TorchDispatchMode
 
 aten = torch.ops.aten

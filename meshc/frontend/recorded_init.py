@@ -34,7 +34,7 @@ from meshc.frontend.recorded_values import (
     WrittenValue,
 )
 from meshc.frontend.reference_random import Answer, Named, ReferenceRandom, undefined_error
-from meshc.ir.aliases import written_arguments
+from meshc.ir.schemas import written_arguments
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten

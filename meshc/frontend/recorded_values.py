@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.frontend.reference_random import FILLING, ReferenceRandom
-from meshc.ir.aliases import written_arguments
+from meshc.ir.schemas import written_arguments
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten

@@ -19,9 +19,9 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from meshc.ir import spmd
-from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Target
 from meshc.ir.nodes import KEY, is_getitem, leaves, op_name, records
+from meshc.ir.schemas import RESHAPES
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.ir import trees
-from meshc.ir.aliases import written_operands
+from meshc.ir.schemas import written_operands
 from meshc.optimizer.optimizer_set import Optimizers, refuse_shared
 from meshc.optimizer.spec import token, without_hooks
 from meshc.package import FOLDER

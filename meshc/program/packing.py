@@ -19,9 +19,9 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, record, spmd
-from meshc.ir.aliases import returns_view
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.regions import region_of
+from meshc.ir.schemas import returns_view
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
 from meshc.program.program import Stage
 

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, record, spmd
-from meshc.ir.aliases import RESHAPES
+from meshc.ir.schemas import RESHAPES, place_of
 from meshc.ir.sizes import Size
 from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
 from meshc.rules.operator import Shapes
@@ -46,11 +46,6 @@ def ring_steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, win
     if not causal or not window or offset or queries != keys or any(isinstance(size, Size) for size in (queries, tile)):
         return ranks - 1
     return min(ranks - 1, -(-(window - 1) // tile))
-
-
-def place_of(node: Node, name: str) -> int:
-    """Position of the argument `name` in a call of one of meshc's operators."""
-    return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
 
 
 def mask_of(node: Node) -> tuple[bool, object, int, int]:

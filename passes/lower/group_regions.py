@@ -25,10 +25,10 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, record, records, runs_on_host, spmd
-from meshc.ir.aliases import written_operands
 from meshc.ir.graph import ancestors_of, computable_from, copy_graph, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.regions import is_number, microbatch_integers, set_region, why_alone, writes
+from meshc.ir.schemas import written_operands
 from meshc.passes.lower.early_updates import updates_amid_backward
 from meshc.passes.lower.low_precision_state import is_for_updates_only
 from meshc.passes.lower.prefetch_windows import prefetch_windows

@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from meshc.frontend.train_step import DROPPED, ROUTED
 from meshc.ir import Record, Source, record, records
-from meshc.ir.aliases import RESHAPES
 from meshc.ir.functions import Function
 from meshc.ir.graph import call, set_results
 from meshc.ir.nodes import is_getitem
+from meshc.ir.schemas import RESHAPES
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
-from meshc.ir.aliases import RESHAPES
 from meshc.ir.keys import is_a, name_of
+from meshc.ir.schemas import RESHAPES
 from meshc.ir.sizes import Ratio, Size
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
 from meshc.ops.attention_masked_blocks import NEVER

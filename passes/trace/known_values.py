@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
-from meshc.ir.aliases import RESHAPES
+from meshc.ir.schemas import RESHAPES
 from meshc.ir.sizes import Ratio, Size
 
 aten = torch.ops.aten

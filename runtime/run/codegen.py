@@ -28,10 +28,10 @@ from meshc.check.execution_errors import error_at_line
 from meshc.check.guards import guard_function
 from meshc.errors import MeshcError
 from meshc.ir import is_getitem, record, runs_on_host, spmd
-from meshc.ir.aliases import in_place_form
 from meshc.ir.functions import Function
 from meshc.ir.graph import last_reads, output_of, placeholders, values_freed_after
 from meshc.ir.keys import is_a
+from meshc.ir.schemas import in_place_form
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.private import OpOverload

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from meshc.ir import trees
-from meshc.ir.aliases import written_operands
 from meshc.ir.functions import Keywords
+from meshc.ir.schemas import written_operands
 from meshc.private import OpOverload, TorchDispatchMode
 
 RUNS: Final = 3

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshc.errors import CompileError
 from meshc.ir import trees
-from meshc.ir.aliases import RESHAPES
+from meshc.ir.schemas import RESHAPES
 from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshc.errors import StateError
 from meshc.ir import trees
-from meshc.ir.aliases import written_operands
+from meshc.ir.schemas import written_operands
 from meshc.private import OpOverload
 from meshc.replacements import replace_for_good
 from meshc.runtime.state import random_draws

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from meshc.errors import StateError
-from meshc.ir.aliases import in_place_form
+from meshc.ir.schemas import in_place_form
 from meshc.ops import optim as ops
 from meshc.optimizer import optimizer as mo
 from tests.optimizer.stepped import Shadow, parameters, plain_call, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshc.ir.aliases import RESHAPES, in_place_form, returns_view, written_arguments, written_operands
+from meshc.ir.schemas import RESHAPES, in_place_form, returns_view, written_arguments, written_operands
 from meshc.ops import optim
 from meshc.ops.in_place import WRITERS
 

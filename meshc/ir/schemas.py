@@ -1,5 +1,6 @@
-"""Memory that results share with operands, by torch's schemas of operators: views, reshapes, operands that are written into.
+"""Facts of an operator by torch's schema of it: names and defaults of arguments, results that are views, operands that are written into.
 
+    aten.cumsum(x, 1)                 arguments {"self": x, "dim": 1, "dtype": None}
     aten.t                            its result is a view of its operand
     aten.reshape                      too, in a program, where operands are dense; its schema does not say so
     meshc.adam_many_(params, ..)      it writes into the tensors of `params` and of the state
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch.fx import Node
 
 from meshc.private import OpOverload
 
@@ -22,8 +24,30 @@ RESHAPES: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.de
 
 
 @cache
+def argument_names(target: OpOverload) -> tuple[str, ...]:
+    """Names of an operator's arguments, in order. Cached, as all of a schema is built at each access."""
+    return tuple(argument.name for argument in target._schema.arguments)
+
+
+def arguments_by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, in order, with defaults for those that it leaves out."""
+    given = dict(zip(argument_names(target), args, strict=False)) | dict(kwargs)
+    return {one.name: given.get(one.name, one.default_value) for one in target._schema.arguments}
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """All arguments of a node's call by name, in order, with defaults for those that it leaves out."""
+    return arguments_by_name(cast(OpOverload, node.target), node.args, node.kwargs)
+
+
+def place_of(node: Node, name: str) -> int:
+    """Position of the argument `name` among those of a node's operator."""
+    return argument_names(node.target).index(name)
+
+
+@cache
 def returns_view(target: OpOverload) -> bool:
-    """Whether an operator's first result is a view of an operand, or an operand itself. Cached, as torch builds a schema at each access."""
+    """Whether an operator's first result is a view of an operand, or an operand itself."""
     returns = target._schema.returns
     return target in RESHAPES or bool(returns and returns[0].alias_info is not None)
 
