@@ -47,7 +47,7 @@ def place_of(node: Node, name: str) -> int:
 
 @cache
 def returns_view(target: OpOverload) -> bool:
-    """Whether an operator's first result is a view of an operand, or an operand itself."""
+    """Whether results of an operator are views of operands, or operands themselves: all of them are, or none."""
     returns = target._schema.returns
     return target in RESHAPES or bool(returns and returns[0].alias_info is not None)
 

@@ -78,9 +78,8 @@ def may_overwrite(node: Node) -> bool:
         target = operand.target
         if not isinstance(target, torch._ops.OpOverload):
             return False
-        returns = target._schema.returns
-        if target is not aten.reshape.default and all(value.alias_info is None for value in returns):
-            return target.namespace == "aten" and len(returns) == 1
+        if not returns_view(target):
+            return target.namespace == "aten" and len(target._schema.returns) == 1
         user, operand = operand, operand.args[0] if operand.args else None
     return False
 
@@ -159,7 +158,7 @@ def is_alone(value: Node) -> bool:
             return False
         if is_getitem(value):
             made_by = operand.target
-            return isinstance(made_by, torch._ops.OpOverload) and all(one.alias_info is None for one in made_by._schema.returns)
+            return isinstance(made_by, torch._ops.OpOverload) and not returns_view(made_by)
         if set(operand.users) != {value}:
             return False
         value = operand
