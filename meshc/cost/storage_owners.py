@@ -21,7 +21,8 @@ def producing_call(node: Node) -> Node | None:
     made, _ = ir.value_of(node)
     if made.op != "call_function" or not isinstance(made.target, torch._ops.OpOverload) or made.target in REPLACED:
         return None
-    return made if not returns_view(made.target) and not any(other.args[1] == node.args[1] for other in made.users if other is not node) else None
+    alone = not any(other.args[1] == node.args[1] for other in made.users if other is not node)
+    return made if alone and not returns_view(made.target) else None
 
 
 def storage_owner(node: Node, words: Words) -> Node:
