@@ -31,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000_000, 20, 20)
+    gc.set_threshold(1_000_000, 20, 100)
 
 
 @pytest.hookimpl(tryfirst=True)

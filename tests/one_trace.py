@@ -35,6 +35,7 @@ from meshc.plan.expert_group_counts import splits
 
 KEPT = 6
 """Traces of a file, the last ones asked for."""
+TRACE, AT_DEPTH = compile_program._trace_outset, compile_program.run_at_depth
 
 Trace = Callable[[CompilationPhase, Hook | None], TracedModel]
 Kept = OrderedDict[bytes, tuple[TracedModel, Request]]
@@ -53,12 +54,14 @@ class _Alike(pickle.Pickler):
     def persistent_id(self, value: object) -> object:
         if isinstance(value, torch.Tensor):
             number = self.seen.setdefault(id(value), len(self.seen))
-            values = None if id(value) in self.swapped else value.detach().numpy().tobytes()
+            values = None if id(value) in self.swapped or value.is_meta else value.detach().numpy().tobytes()
             kind = (type(value).__qualname__, tuple(value.shape), str(value.dtype), value.requires_grad, str(value.device), value.stride())
             return number, *kind, values
         return None
 
     def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch._ops.OpOverload):
+            return str, (str(value),)
         if isinstance(value, types.CodeType):
             where = (value.co_filename, value.co_firstlineno)
             return tuple, ((*where, value.co_code, value.co_consts, value.co_names, value.co_freevars),)
@@ -125,10 +128,25 @@ def _found(kept: Kept, trace: Trace, outset: CompilationPhase, hook: Hook | None
     return kept[key][0].copy_for_request(ask)
 
 
-@pytest.fixture(scope="module")
-def traces() -> Kept:
-    """Those of one file."""
-    return OrderedDict()
+@pytest.fixture(scope="module", autouse=True)
+def traces() -> Iterator[Kept]:
+    """Those of one file, whose fixtures for the whole file come after this one."""
+    kept: Kept = OrderedDict()
+    heard = False
+
+    def listening(compiled: Callable[..., Any], asked: Request, hook: Hook | None) -> Any:
+        nonlocal heard
+        before, heard = heard, hook is not None
+        try:
+            return AT_DEPTH(compiled, asked, hook)
+        finally:
+            heard = before
+
+    def once(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
+        return TRACE(outset, hook) if heard else _found(kept, TRACE, outset, hook)
+
+    with mock.patch.multiple(compile_program, _trace_outset=once, run_at_depth=listening):
+        yield kept
 
 
 @pytest.fixture
@@ -138,22 +156,9 @@ def patches_behind() -> None:
 
 @pytest.fixture(autouse=True)
 def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
-    """Around each test of a folder whose conftest.py has it."""
+    """Around each test of a folder whose conftest.py has it: one that patches something has what it compiles traced."""
     if "monkeypatch" in request.fixturenames and "patches_behind" not in request.fixturenames:
-        yield
-        return
-    trace, at_depth, heard = compile_program._trace_outset, compile_program.run_at_depth, False
-
-    def listening(compiled: Callable[..., Any], asked: Request, hook: Hook | None) -> Any:
-        nonlocal heard
-        before, heard = heard, hook is not None
-        try:
-            return at_depth(compiled, asked, hook)
-        finally:
-            heard = before
-
-    def once(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
-        return trace(outset, hook) if heard else _found(traces, trace, outset, hook)
-
-    with mock.patch.multiple(compile_program, _trace_outset=once, run_at_depth=listening):
+        with mock.patch.multiple(compile_program, _trace_outset=TRACE, run_at_depth=AT_DEPTH):
+            yield
+    else:
         yield

@@ -28,6 +28,7 @@ from meshc.check.types import Wrong
 from meshc.check.view_shardings import slice_dim
 from meshc.check.windows import Halo, WindowedDim, check_halo, check_sum
 from meshc.ir import record, spmd
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, Part, local_size
 from meshc.ir.window import tile_length
 
@@ -127,8 +128,10 @@ def _all_reduce(node: Node, given: InferredSharding, *_: object) -> InferredShar
 
 
 def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSharding:
+    keeps = REDUCTIONS[how].keeps
     found = _map_pieces(
-        given, lambda one: replace(one, padding={axis: _padding_after_reduction(held, how) for axis, held in one.padding.items()})
+        given,
+        lambda one: replace(one, padding={axis: held if held is not None and keeps(held) else None for axis, held in one.padding.items()}),
     )
     if given.partial is None:
         return found
@@ -136,11 +139,6 @@ def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSh
         if axis != spmd.MICROBATCH and given.partial.get(axis) != how:
             raise Wrong(f"its operand is not partial over {axis} for a {how}: it is {partial_text(given.partial)}")
     return replace(found, partial={axis: left for axis, left in given.partial.items() if axis not in axes})
-
-
-def _padding_after_reduction(held: float | None, how: str) -> float | None:
-    """The contents of padding after a reduction over ranks that all have `held` there; None: any contents."""
-    return held if held == 0 or how != "sum" else None
 
 
 def _all_gather(
@@ -157,7 +155,7 @@ def _reduce_scatter(
 ) -> InferredSharding:
     axes, dim, how = cast(tuple[Axes, int, str], node.args[1:])
     after = _expect_split_dim(given, dim, axes, sizes)
-    return _with_dim(_map_pieces(_reduce_partial(given, axes, how), partial(_add_axes, axes)), given, dim, after, declared)
+    return _with_dim(_reduce_partial(_map_pieces(given, partial(_add_axes, axes)), axes, how), given, dim, after, declared)
 
 
 def _all_to_all(

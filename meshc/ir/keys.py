@@ -5,18 +5,21 @@ A key is `kind:name`. Programs, artifacts, schedules and saved states hold it as
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NewType, get_args
 
 PortKind = Literal[
     "parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric"
 ]
 """Kinds of values that enter or leave a program."""
 
-Between = Literal["flow", "value", "gathered", "early", "part", "sum", "high", "largest", "low", "smallest", "rows", "joined"]
+Between = Literal["flow", "value", "gathered", "early", "part", "sum", "rows", "joined"]
 """Kinds of values between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective in flight; the
 others are parts and wholes of accumulations (`meshc/program/accumulate.py`)."""
 
-Kind = PortKind | Between
+AccumulationKind = NewType("AccumulationKind", str)
+"""Likewise the kind of a reduction's parts or wholes, which its record has (`meshc/ir/reductions.py`)."""
+
+Kind = PortKind | Between | AccumulationKind
 
 KINDS: Final[tuple[str, ...]] = get_args(PortKind)
 

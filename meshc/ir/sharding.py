@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The full assignment of a value. `partial` lists (axis, reduction), reductions being sum, max or min.
+    """The full assignment of a value. `partial` lists (axis, reduction), the name in `reductions.py`.
 
     `zero` holds the (dim, position) of parts whose padding is known to be zero; it does not change the sharding, so it takes no part in
     comparisons.

@@ -18,16 +18,11 @@ from meshc.ir.keys import Kind, key_of, kind_of, name_of
 from meshc.ir.reductions import REDUCTIONS
 
 WAYS: Final[Mapping[str, tuple[str, Kind]]] = {
-    "part": ("add", "sum"), "high": ("max", "largest"), "low": ("min", "smallest"), "rows": ("join", "joined"),
+    **{one.part: (one.instruction, one.whole) for one in REDUCTIONS.values()}, "rows": ("join", "joined"),
 }  # fmt: skip
 """Kind of a part's key -> (the instruction, kind of the whole's key)."""
 
-OF_REDUCTION: Final[Mapping[str, Kind]] = {"sum": "part", "max": "high", "min": "low"}
-"""Reduction over microbatches -> kind of a part's key."""
-
-ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
-    WAYS[part][0]: REDUCTIONS[reduction] for reduction, part in OF_REDUCTION.items()
-}
+ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {one.instruction: one.combine for one in REDUCTIONS.values()}
 """Instruction that accumulates parts into one value of their shape -> its function, which takes `out=`."""
 
 

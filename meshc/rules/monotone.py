@@ -18,11 +18,11 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir import operands
+from meshc.ir.reductions import REDUCTIONS
 from meshc.rules.operator import Deferral
 from meshc.rules.rule import dtype_of
 
-FLIPPED: Final = {"max": "min", "min": "max"}
-EXTREMES: Final = tuple(FLIPPED)
+EXTREMES: Final = tuple(how for how, one in REDUCTIONS.items() if one.opposite)
 Monotone = Callable[[Node], list[Deferral]]
 
 
@@ -32,7 +32,7 @@ def rising(*positions: int) -> list[Deferral]:
 
 
 def _falling(*positions: int) -> list[Deferral]:
-    return [Deferral((position,), how, FLIPPED[how]) for position, how in itertools.product(positions, EXTREMES)]
+    return [Deferral((position,), how, REDUCTIONS[how].opposite) for position, how in itertools.product(positions, EXTREMES)]
 
 
 def rises_in_first(node: Node) -> list[Deferral]:

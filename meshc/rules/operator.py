@@ -29,7 +29,7 @@ Shapes = Sequence[tuple[int, ...]]
 class Deferral:
     """Operands at `positions`, all partial by `reduction`, leave the result partial by `left` (not partial if `left` is "").
 
-    Reductions are sum, max, min and avg. The other operands are whole on every rank.
+    Reductions are those of `meshc/ir/reductions.py` and avg. The other operands are whole on every rank.
     """
 
     positions: tuple[int, ...]

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import operands, records
+from meshc.ir.reductions import REDUCTIONS
 from meshc.rules.families import operator_of
 from meshc.rules.monotone import EXTREMES, data_operands, rising
 from meshc.rules.operator import Deferral, Operator
@@ -39,7 +40,7 @@ def deferrals(node: Node, rule: Rule) -> list[Deferral]:
     if rule.settles:
         return [Deferral((0,), how, how) for how in EXTREMES] if _rounds(node) else []
     if operator.of_shape:
-        return [Deferral((0,), how, left) for how in ("sum", "avg", *(() if _complex(node) else EXTREMES)) for left in operator.of_shape]
+        return [Deferral((0,), how, left) for how in (*_reductions(node), "avg") for left in operator.of_shape]
     sums = _sums(node, rule)
     return list(dict.fromkeys([*sums, *_averages(operator, sums, count), *_extremes(node, operator, count)]))
 
@@ -52,7 +53,7 @@ def _rounds(node: Node) -> bool:
 
 def _sums(node: Node, rule: Rule) -> list[Deferral]:
     """Sums for linear operators, and all reductions for layout operators."""
-    moved = [Deferral((0,), how, how) for how in ("sum", *(() if _complex(node) else EXTREMES))] if rule.kind == "layout" else []
+    moved = [Deferral((0,), how, how) for how in _reductions(node)] if rule.kind == "layout" else []
     return [*moved, *(Deferral(positions, "sum", "sum") for positions in rule.linear)]
 
 
@@ -85,6 +86,11 @@ def _extremes(node: Node, operator: Operator, count: int) -> list[Deferral]:
     if operator.reduction:
         found.append(Deferral(tuple(range(count)), operator.reduction, operator.reduction))
     return found
+
+
+def _reductions(node: Node) -> list[str]:
+    """The reductions over which the operands of a call can be partial."""
+    return [how for how in REDUCTIONS if how not in EXTREMES or not _complex(node)]
 
 
 def _complex(node: Node) -> bool:

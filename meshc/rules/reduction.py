@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ops import sum_of_parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
@@ -22,7 +23,10 @@ aten = torch.ops.aten
 
 
 def reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str | None, **changes: Any) -> Rule:
-    """The rule of a reduction of `dims` (None or []: all) of an operand d0, d1, ... by `how`; `how` None: these dims must be whole."""
+    """The rule of a reduction of `dims` (None or []: all) of an operand d0, d1, ... by `how`; `how` None: these dims must be whole.
+
+    Padding has the neutral number of `how`, unless `changes` have another.
+    """
     (x,) = tensors
     shape = shape_of(x)
     letters = tuple(f"d{i}" for i in range(len(shape)))
@@ -35,6 +39,7 @@ def reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str |
     count = len(result_shapes(node))
     if how is None:
         return Rule((letters,), (out,) * count, ({},) * count, whole=frozenset(reduced), **changes)
+    changes.setdefault("neutral", REDUCTIONS[how].neutral)
     return Rule((letters,), (out,) * count, ({letter: how for letter in reduced},) * count, **changes)
 
 
@@ -78,29 +83,21 @@ def _lower_mean(local: Local) -> Node:
     return local.emit(aten.mul.Tensor, total, 1 / size)
 
 
-def _extreme(how: str) -> RuleFunction:
-    neutral = float("-inf") if how == "max" else float("inf")
-
+def _extreme(how: str, **changes: Any) -> RuleFunction:
     def rule(node: Node, tensors: list[Node]) -> Rule:
         dims = argument(node, 1, "dim", None)
-        return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), how, neutral=neutral)
+        return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), how, **changes)
 
     return rule
 
 
 def _extreme_all(how: str) -> RuleFunction:
-    neutral = float("-inf") if how == "max" else float("inf")
-    return lambda node, tensors: reduce(node, tensors, None, False, how, neutral=neutral)
+    return lambda node, tensors: reduce(node, tensors, None, False, how)
 
 
 def _truth(how: str) -> RuleFunction:
     """any (max; padding is false) and all (min; padding is true), over one dim, several, or all."""
-
-    def rule(node: Node, tensors: list[Node]) -> Rule:
-        dims = argument(node, 1, "dim", None)
-        return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), how, neutral=float(how == "min"))
-
-    return rule
+    return _extreme(how, neutral=min(max(REDUCTIONS[how].neutral, 0.0), 1.0))
 
 
 def _count(node: Node, tensors: list[Node]) -> Rule:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ir.reductions import REDUCTIONS
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument, reduce
 from meshc.rules.rule import Rule, RuleFunction, dtype_of
@@ -34,7 +35,7 @@ def _vector_norm(dim: int, keep: int) -> RuleFunction:
             return finish(node, tensors)
         dims = argument(node, dim, "dim", None) if dim >= 0 else None
         kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
-        return reduce(node, tensors[:1], dims, kept, how, neutral=inf if how == "min" else 0.0)
+        return reduce(node, tensors[:1], dims, kept, how, neutral=max(REDUCTIONS[how].neutral, 0.0))
 
     return rule
 

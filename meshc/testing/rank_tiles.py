@@ -1,26 +1,25 @@
 """Reference definition of sharding for checks: tiles of a value on every rank, and the value joined from tiles.
 
-Nothing here comes from the code under test. A factor of `size` split by axes of sizes a, b, ... lies in tiles of ceil(size / a), each of
-these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile, and the second one of the mirrored
-rank's, the earlier one first. `owned` says so by cutting lists of indices.
+Nothing here comes from the code under test, but for the table of reductions. A factor of `size` split by axes of sizes a, b, ... is stored
+in tiles of ceil(size / a), each of these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile, and
+the second one of the mirrored rank's, the earlier one first. `owned_indices` says so by cutting lists of indices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from meshc.ir.mesh import Mesh
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, Part, Sharding
 
 BEYOND = 1_000_003
 """An index beyond any dim."""
-FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
-}  # fmt: skip
 
 
 def garbage(dtype: torch.dtype) -> float:
@@ -85,11 +84,14 @@ def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator
     noise = [torch.randn(value.shape, generator=generator).abs().mul(3).to(value.dtype) for _ in range(count - 1)]
     if reduction == "avg":
         return [value - sum(noise), *(value + other for other in noise)]
-    if reduction == "sum":
-        return [value - sum(noise), *noise] if noise else [value]
+    found = REDUCTIONS[reduction]
+    if not noise:
+        return [value]
+    if found.inverse is not None:
+        return [found.inverse(value, functools.reduce(found.combine, noise)), *noise]
     holder = torch.randint(count, value.shape, generator=generator)  # which rank has the extreme, entry by entry
-    less = [value - n if reduction == "max" else value + n for n in [*noise, *noise[:1]]]
-    return [torch.where(holder == rank, value, less[rank]) for rank in range(count)] if noise else [value]
+    less = [value + n if found.neutral > 0 else value - n for n in [*noise, *noise[:1]]]
+    return [torch.where(holder == rank, value, less[rank]) for rank in range(count)]
 
 
 def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree: bool = True) -> Tensor:
@@ -103,9 +105,10 @@ def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree
         key = tuple((axis, index) for axis, index in at.items() if axis not in waiting)
         reduction = next(iter(waiting.values()), "sum")
         assert all(how == reduction for how in waiting.values()), "one kind of reduction at a time"
-        if "avg" in waiting.values():
+        if reduction == "avg":
             local = local / prod(sizes[axis] for axis in waiting)  # before they are added up: the least float64 is a value that occurs
-        terms[key] = FOLDS[reduction](terms[key], local) if key in terms else local
+            reduction = "sum"
+        terms[key] = REDUCTIONS[reduction].combine(terms[key], local) if key in terms else local
     whole = torch.zeros([part.size for part in parts], dtype=locals_[0].dtype)
     filled = torch.zeros(whole.shape, dtype=torch.bool)
     for key, local in terms.items():

@@ -52,7 +52,7 @@ _PIECE: Final = re.compile(r"(?:[^,*{}]|\{[^{}]*\})+")
 _ITEM: Final = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 _PART: Final = re.compile(rf"({_WORD}) ({_SIZE})((?:/{_WORD})*)")
 _SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d{1,18})\.\.(\d{1,18}) (\d{1,18})", re.ASCII)
-_PARTIAL: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
+_PARTIAL: Final = re.compile(rf"({_WORD}): ({_WORD})")
 _AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
 
 
@@ -194,7 +194,7 @@ def _partial(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:
     partial = []
     for item in [] if clause is None else clause.split(", "):
         match = _PARTIAL.fullmatch(item)
-        if match is None:
+        if match is None or match[1] not in REDUCTIONS:
             raise ArtifactError(f"{text!r} is no type: {item!r} is not REDUCTION: AXIS, with a reduction of {', '.join(REDUCTIONS)}")
         partial.append((match[2], match[1]))
     return tuple(partial)

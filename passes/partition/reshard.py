@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import spmd, update
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
@@ -280,7 +281,8 @@ def _zero_after(now: Sharding, after: Sharding, step: ReshardStep, sizes: Mappin
         padded = local_size(part, sizes) * prod(sizes[axis] for axis in part.axes) != part.size
         if not padded:
             zero.add(step.part)
-    return frozenset(zero)
+    keeps = step.kind not in ("all_reduce", "reduce_scatter") or REDUCTIONS[step.reduction].keeps(0.0)
+    return frozenset(zero if keeps else ())
 
 
 def _expose(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], always: bool) -> tuple[Node, int]:

@@ -27,11 +27,12 @@ from meshc.ir import is_integer, record, set_record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import ancestors_of, call, descendants_of, output_of, placeholders
 from meshc.ir.keys import is_a, key_of
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import Part, Sharding, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.splitter import Splitter
-from meshc.program.accumulate import OF_REDUCTION, whole_of
+from meshc.program.accumulate import whole_of
 from meshc.program.program import Instruction, Port, Stage
 
 
@@ -71,9 +72,10 @@ def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
     given = {n: key_of("value", n.name) for n in shared}
     before = split.stage("before", {key: n for n, key in given.items()}, given={})
-    leaving = {key_of(OF_REDUCTION[total.args[2]], part.name): part for total, part in zip(sums, parts, strict=True)}
+    taken = {total: key_of(REDUCTIONS[total.args[2]].part, part.name) for total, part in zip(sums, parts, strict=True)}
+    leaving = dict(zip(taken.values(), parts, strict=True))
     leaving |= {key_of("rows", node.name): node for node in rows.values()}
-    whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
+    whole = {total: _whole(key) for total, key in taken.items()}
     whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
     first = {key: part for key, part in leaving.items() if whole_of(key) and any(whole[total] == _whole(key) for total in mixing)}
     apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward separately anyway

@@ -38,8 +38,6 @@ from meshc.ir.reductions import REDUCTIONS
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_REDUCTIONS: Final = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCTIONS}
-
 _PLAIN: Final = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8},
 )
@@ -115,7 +113,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: T
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         return _to_all(x, group).then(lambda stacked: _reduce(stacked.unbind(), op, result))
     result = x.clone(memory_format=torch.contiguous_format) if out is None else out if out is x else out.copy_(x)
-    return CollectiveWork(result, (dist.all_reduce(_plain(result), _REDUCTIONS[op], group, async_op=True),))
+    return CollectiveWork(result, (dist.all_reduce(_plain(result), _reduce_op(op), group, async_op=True),))
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
@@ -152,7 +150,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, ou
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return CollectiveWork(out, (_reduce_scatter(_plain(out), _plain(x), _REDUCTIONS[op], group, async_op=True),), held=x)
+    return CollectiveWork(out, (_reduce_scatter(_plain(out), _plain(x), _reduce_op(op), group, async_op=True),), held=x)
 
 
 def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
@@ -371,7 +369,7 @@ def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | Non
 
 
 def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    combine = REDUCTIONS[op]
+    combine = REDUCTIONS[op].combine
     combine(terms[0], terms[1], out=out)
     for term in terms[2:]:
         combine(out, term, out=out)
@@ -406,8 +404,12 @@ def _flat(x: Tensor) -> Tensor:
     return _plain(x).view(-1)
 
 
+def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:
+    return getattr(dist.ReduceOp, op.upper())
+
+
 def _check_reduction(x: Tensor, op: str) -> None:
-    if x.dtype not in _PLAIN and not (x.dtype is torch.bool and op != "sum"):
+    if x.dtype not in _PLAIN and not (x.dtype is torch.bool and REDUCTIONS[op].opposite):
         raise TypeError(f"{op} over ranks of {x.dtype}: cast it first; bool takes max and min, the 8-bit floats only travel")
 
 

@@ -299,7 +299,7 @@ _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
 def _reduce(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = REDUCTIONS[how](total, tensor)
+        total = REDUCTIONS[how].combine(total, tensor)
     return total
 
 

@@ -51,7 +51,7 @@ def said(program: PlainProgram, lines: list[str]) -> str:
 
 
 def test_types_say_it_wherever_people_read_them(decoder: PlainProgram) -> None:
-    assert f'addmm_default: "f32[batch 2 * {ZIGZAG}, ' in print_stage(decoder.stages["main"], decoder)
+    assert f'addmm_default: "f64[batch 2 * {ZIGZAG}, ' in print_stage(decoder.stages["main"], decoder)
     assert f"batch 2, heads 2, {ZIGZAG}, head 8" in summary.summary(decoder)
     record = parse_type("f32[batch 2, seq 12/cp~zigzag/tp * head 3/dp]", {"cp": 2, "tp": 3, "dp": 3})
     assert not isinstance(record, tuple) and record.shape == (2, 2) and record.sharding is not None

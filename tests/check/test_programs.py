@@ -24,7 +24,7 @@ from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from meshc.text.printer import hash_program
 from tests.broad import broad
-from tests.models import Case, llama, mlp, nanogpt, resnet
+from tests.models import Case, llama, mlp, resnet
 from tests.zoo.run import captured
 
 
@@ -38,7 +38,7 @@ def step(case: Case, mesh: str, **more: Any) -> meshc.Program:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder's training step."""
     folder = tmp_path_factory.mktemp("saved") / "llama.meshc"
-    step(llama(), "dp=2,tp=2").save(folder)
+    step(llama(layers=1), "dp=2,tp=2").save(folder)
     return folder
 
 
@@ -54,10 +54,11 @@ def edited(saved: Path, tmp_path: Path, change: Any) -> tuple[Path, int]:
     return folder, number + 1
 
 
-def test_halos_modules_and_pipelines_come_through() -> None:
-    halos, module = step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)
-    for program in (halos, module, step(nanogpt(layers=1), "pp=2", options=meshc.Options(pipeline=meshc.Pipelining(schedule="1f1b")))):
-        check_program(program.compiled, "program.json")
+def test_halos_come_through() -> None:
+    """Of a residual network the block that halves an image. Modules and pipelines: tests/golden/test_golden.py."""
+    images: Any = resnet(width=4)
+    images.model.blocks = images.model.blocks[1:2]
+    check_program(step(images, "tp=2", plan="tp: height").compiled, "program.json")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_every_number_of_a_plain_type_counts(saved: Path) -> None:
         lines[number] = f'{name}"{type_[: wrong.start()]}{int(wrong[0]) + 1 + place}{type_[wrong.end() :]}"{rest}'
         changed.add(name.strip().removesuffix(":"))
     found = {name for name, _ in faults(parse_stage("\n".join(lines)), program.axis_sizes)}
-    assert len(changed) > 30 and changed <= found
+    assert len(changed) > 25 and changed <= found
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.golden import __main__ as command
 from tests.golden import files
 from tests.golden.cases import CASES
 from tests.golden.files import Golden
+from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 ADVICE = "\n\nIf the change is meant: `make golden-accept` stores it, and says what it does to the fingerprints."
 
@@ -32,6 +33,7 @@ def test_a_program_is_the_stored_one(name: str) -> None:
     assert not text, "the text has changed, the fingerprint has not:\n" + "\n".join(text[:60]) + ADVICE
 
 
+@pytest.mark.usefixtures("patches_behind")
 def test_accepting_is_said(tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A stored program that lacks a collective: the command names it, ends with 1, and stores nothing unless it is told to."""
     monkeypatch.setattr(files, "FOLDER", tmp_path)

@@ -73,8 +73,10 @@ def one_rank() -> Iterator[Any]:
 def calls_alike(model: nn.Module, inputs: Inputs, grad: bool = True, calls: int = 2) -> Any:
     """Call model and program some times: the same structure, values, dtypes, `requires_grad`, buffers, inputs and gradients.
 
-    Returns the program's last output.
+    Returns the program's last output. The model becomes one in float64, as `module_means_itself` compiles it: both are of one trace.
     """
+    model.double()
+    _, inputs = widen_inputs(((), dict(inputs)), True)
     reference, given = copy.deepcopy(model), {name: _copied(value) for name, value in inputs.items()}
     mine = {name: _copied(value) for name, value in inputs.items()}
     with one_rank() as mesh, torch.set_grad_enabled(grad):

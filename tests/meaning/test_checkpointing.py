@@ -79,10 +79,12 @@ def test_the_program_is_the_one_without_checkpointing(p: float) -> None:
 
 def recomputed(model: nn.Module, plan: str = "dp: batch", **options: Any) -> list[str]:
     """Products, activations and draws that backward recomputes, in a module in autograd and in a step alike, which mean what they mean."""
+    model.double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output: output[0].square().mean())
     found = []
     for what in (model, step):
-        program = meshc.compile(what, meshc.Mesh("dp=2"), plan=plan, kwargs=X, options=meshc.Options(**options))
+        given = {name: value.double() for name, value in X.items()}
+        program = meshc.compile(what, meshc.Mesh("dp=2"), plan=plan, kwargs=given, options=meshc.Options(**options))
         meshc.verify(program, dtype=torch.float64)
         nodes = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if records(node)[0].again]
         found.append([name for node in nodes if (name := op_name(node)) in ("aten.addmm", "aten.gelu", "meshc.dropout")])

@@ -77,7 +77,7 @@ def told(program: meshc.Program) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mesh", ["dp=2,ep=2", broad("cp=2"), broad("pp=2,ep=2")])
 def test_metrics_have_what_was_chosen_and_what_was_dropped(mesh: str) -> None:
     """The model runs by hand, with weights of what has no place put to zero in front of its experts."""
-    found = FAMILIES["mixtral"].case("mixtral")
+    found = FAMILIES["mixtral"].case("mixtral", num_hidden_layers=2 if "pp" in mesh else 1)
     mine = told(compiled(found, mesh, expert_capacity=0.75))
     chosen: dict[str, Tensor] = {}
     dropped: dict[str, int] = {}
@@ -96,18 +96,12 @@ def test_metrics_have_what_was_chosen_and_what_was_dropped(mesh: str) -> None:
         if path.endswith("mlp.experts"):
             module.register_forward_pre_hook(limit(path))
     torch.testing.assert_close(mine["output"], found.model(**found.call_kwargs).loss.detach())
-    assert len(chosen) == 2 and any(dropped.values())
+    assert len(chosen) == found.model.config.num_hidden_layers and any(dropped.values())
     for path, counts in chosen.items():
         assert torch.equal(mine[f"routed:{path}"], counts) and int(mine[f"dropped:{path}"]) == dropped[path]
     loads: Any = with_loads(mine)["experts"]
     load = loads["model.layers.0.mlp.experts"]
     assert load.imbalance == pytest.approx(float(load.tokens.max()) / 24) and load.tokens.sum() == 96 and set(loads) == set(chosen)
-
-
-def test_without_a_capacity_nothing_is_dropped() -> None:
-    mine = told(compiled(shallow("mixtral"), "ep=2"))
-    assert [name for name in mine if name.startswith(("routed:", "dropped:"))] == ["routed:model.layers.0.mlp.experts"]
-    assert all(int(value.sum()) == 96 for name, value in mine.items() if name.startswith("routed:"))
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5])

@@ -224,16 +224,16 @@ def test_a_steps_loss_takes_gradients() -> None:
         (slope,) = grad(output[0].sum(), output[1], create_graph=True)
         return (slope.norm(dim=1) - wanted).square().mean()
 
-    model = Linear()
+    model = Linear().double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
-    inputs = {"x": normal(4, 2), "wanted": torch.ones(4)}
+    inputs = {"x": normal(4, 2).double(), "wanted": torch.ones(4).double()}
     program = meshc.compile(step, meshc.Mesh("dp=2"), kwargs=inputs)
     report = meshc.verify(program, dtype=torch.float64)
     assert report.ok
-    plain = Linear()
+    plain = Linear().double()
     value = loss(plain(inputs["x"].clone()), inputs["wanted"])
     value.backward()
-    assert value.item() == 16.0 and torch.allclose(plain.weight.grad, 8 * torch.tensor([0.6, 0.8]))  # |w| = 5, so (5 - 1)^2
+    assert value.item() == 16.0 and torch.allclose(plain.weight.grad, 8 * torch.tensor([0.6, 0.8]).double())  # |w| = 5, so (5 - 1)^2
 
 
 class Cast(Forces):

@@ -128,8 +128,8 @@ EVERY_TIME = ("triangle", "window", "of the input")
 def test_masks_written_by_hand(name: str) -> None:
     mask, wanted = MASKS[name]
     torch.manual_seed(0)
-    x = {"x": torch.randn(2, 7, 8)}
-    program = meshc.compile(Attention(mask), meshc.Mesh("cp=3"), kwargs=x, plan="cp: seq", names={"x": ("batch", "seq", None)})
+    x = {"x": torch.randn(2, 7, 8).double()}
+    program = meshc.compile(Attention(mask).double(), meshc.Mesh("cp=3"), kwargs=x, plan="cp: seq", names={"x": ("batch", "seq", None)})
     assert meshc.verify(program, dtype=torch.float64).ok
     for bias, causal, _, *rest in attentions(program.lowered.placed.graph):
         assert (bias is None) == (wanted is not None)
@@ -205,6 +205,6 @@ class Translator(nn.Module):
 def test_a_mask_of_torchs_own_transformer_needs_no_hint(reach: int) -> None:
     """The causal one, and one that hides the next token alone."""
     torch.manual_seed(0)
-    inputs = (torch.randn(2, 5, 16), torch.randn(2, 6, 16), reach)
-    program = meshc.compile(Translator(), meshc.Mesh("dp=2,tp=2"), args=inputs)
+    inputs = (torch.randn(2, 5, 16).double(), torch.randn(2, 6, 16).double(), reach)
+    program = meshc.compile(Translator().double(), meshc.Mesh("dp=2,tp=2"), args=inputs)
     assert meshc.verify(program, inputs, dtype=torch.float64).worst < 1e-10

@@ -115,7 +115,7 @@ def chosen_in(twin: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
 @pytest.mark.parametrize("family, mesh, microbatches, options", [*ORDINARY, *(broad(*one) for one in BROAD if one not in ORDINARY)])
 def test_steps_before_and_after_equal_one_device(family: str, mesh: str, microbatches: int | None, options: dict[str, Any]) -> None:
     """A step where experts lie by number, one where they have moved, one where they have moved again: losses, what was chosen, parameters
-    and Adam's state."""
+    and Adam's state. Without a capacity nothing is dropped."""
     found = double(family, **({"num_hidden_layers": 1} if (family, mesh, microbatches, options) in ORDINARY else {}))
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, **options)
@@ -133,6 +133,8 @@ def test_steps_before_and_after_equal_one_device(family: str, mesh: str, microba
         values = one_step(program.compiled, values)
         (name,) = (port.key for port in program.compiled.outputs if port.kind == "output")
         torch.testing.assert_close(values[name], loss, rtol=1e-6, atol=1e-6)
+    counts = [f"metric:{word}:{path}" for word in ("dropped", "routed")[not options :] for path in paths]
+    assert sorted(name for name in values if name.startswith(("metric:routed:", "metric:dropped:"))) == sorted(counts)
     for path in paths:
         assert torch.equal(values[f"metric:routed:{path}"], chosen[path])
         assert not torch.equal(values[f"buffer:{path}.{SLOTS}"], torch.arange(len(chosen[path])))

@@ -12,7 +12,7 @@ from tests.broad import broad
 from tests.meaning.checks import module_means_itself
 
 GENERATOR = torch.Generator().manual_seed(2)
-ROWS = {"x": torch.randn(5, 8, generator=GENERATOR), "target": torch.randn(5, 4, generator=GENERATOR)}
+ROWS = {name: torch.randn(5, width, generator=GENERATOR).double() for name, width in (("x", 8), ("target", 4))}
 
 
 class Penalised(nn.Module):
@@ -28,8 +28,9 @@ class Penalised(nn.Module):
 
 
 def trained(mesh: str, plan: str | None, rows: int, microbatches: int | None) -> meshc.Program:
+    """In float64, as it is verified: both are of one trace."""
     torch.manual_seed(0)
-    model = Penalised()
+    model = Penalised().double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=microbatches, clip_grad_norm=1.0)
     program = meshc.compile(step, meshc.Mesh(mesh), plan=plan, kwargs={name: value[:rows] for name, value in ROWS.items()})
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}

@@ -141,8 +141,10 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> meshc.TrainSt
     return meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss)
 
 
-def compiled(optimizer: Optimizer = torch.optim.AdamW, mesh: str = "dp_shard=2", **keep: Any) -> meshc.Program:
-    model, x = Model(), torch.randn(8, 10)
+def compiled(
+    optimizer: Optimizer = torch.optim.AdamW, mesh: str = "dp_shard=2", dtype: torch.dtype = torch.float32, **keep: Any
+) -> meshc.Program:
+    model, x = Model().to(dtype), torch.randn(8, 10, dtype=dtype)
     options = meshc.Options(seed=SEED, **keep)
     return meshc.compile(step_of(model, optimizer(model.parameters())), meshc.Mesh(mesh), args=(x,), kwargs={"target": x}, options=options)
 
@@ -158,8 +160,8 @@ def test_codes_and_scales_are_counted() -> None:
 
 
 def test_a_program_is_proved_with_it() -> None:
-    x = torch.randn(8, 10)
-    report = meshc.verify(compiled(mesh="dp=2,tp=2", optimizer_state="8bit"), {"x": x, "target": x}, dtype=torch.float64)
+    x, dtype = torch.randn(8, 10).double(), torch.float64
+    report = meshc.verify(compiled(mesh="dp=2,tp=2", dtype=dtype, optimizer_state="8bit"), {"x": x, "target": x}, dtype=dtype)
     assert report.ok and "state exp_avg_sq after step 0" in str(report)
 
 

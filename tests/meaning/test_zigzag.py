@@ -15,7 +15,7 @@ from meshc.ir import op_name
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad
-from tests.meaning.test_rings import RING, SEQ, Attends, captured, kinds, step, trained
+from tests.meaning.test_rings import LAYERS, RING, SEQ, Attends, captured, kinds, step, trained
 from tests.zoo.run import adamw
 
 CASES = [
@@ -43,7 +43,7 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
 
 @pytest.mark.broad
 def test_pipeline_stages_too() -> None:
-    source = captured("llama")
+    source = captured("llama", 2)
     source.verify_training("pp=2,cp=2", RING, adamw, attention="zigzag", microbatches=2)
     assert "to_zigzag" in kinds(source.latest)
 
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     """What a ring moves, and halves of a tile: forward q, k, v, the output and a number for each query; backward the output, its
     gradient and three gradients, and of 39 positions, which pad tiles, q and the numbers once more. Gradients come home by a shift more."""
     program = step("nanogpt", f"cp={ranks}", RING, attention="zigzag")
-    layers, rows, heads, head, tile = 2, 4, 4, 8, -(-SEQ // ranks)
+    layers, rows, heads, head, tile = LAYERS, 4, 4, 8, -(-SEQ // ranks)
     values, numbers = rows * heads * head * 8, rows * heads * 8
     for phase, shifted, exchanged in (("forward", 2, 4), ("backward", 4, 6)):
         found = [use for use in summary.collectives(program) if use.phase == phase]

@@ -52,7 +52,8 @@ INPUTS = (torch.randn(6, 6, generator=torch.Generator().manual_seed(1)), torch.r
 
 def compiled(model: nn.Module, optimizer: Any, mesh: str = "dp=2", plan: str = "fsdp", **more: Any) -> meshc.Program:
     step = meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss, **more)
-    return meshc.compile(step, meshc.Mesh(mesh), args=INPUTS, plan=plan)
+    dtype = next(model.parameters()).dtype
+    return meshc.compile(step, meshc.Mesh(mesh), args=tuple(value.to(dtype) for value in INPUTS), plan=plan)
 
 
 def test_the_table_knows_every_class_of_torch() -> None:
@@ -83,7 +84,7 @@ STEPPED = [name for name in EQUAL if name != "Muon"]
 )  # fmt: skip
 def test_equals_one_device(names: list[str], tmp_path: Path) -> None:
     """All at once, each with parameters of its own. Muon computes in bfloat16, where products of halves would be off by percents."""
-    model = Branches(names)
+    model = Branches(names).double()
     held = {name: list(up.parameters()) for name, up in model.up.items()}
     held[names[-1]].append(model.down.weight)
     held = {name: [p for p in ps if p.ndim == 2 or name != "Muon"] for name, ps in held.items()}

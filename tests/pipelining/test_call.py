@@ -217,7 +217,7 @@ def part(name: str) -> int:
 
 
 def test_timelines_are_written_as_asked(tmp_path: Path) -> None:
-    program = step(nanogpt(), "pp=2", schedule="1f1b")
+    program = step(nanogpt(layers=1), "pp=2", schedule="1f1b")
     line = program.timeline(tmp_path / "out")
     assert line.name == "1f1b, predicted" and line.ranks == 2 and line.call_s > line.makespan_s > 0
     assert (tmp_path / "out" / "timeline.svg").read_text() == draw.svg(line)
@@ -231,7 +231,7 @@ def test_timelines_are_written_as_asked(tmp_path: Path) -> None:
 
 
 def test_a_program_without_a_pipeline_has_one_row(tmp_path: Path) -> None:
-    program = step(nanogpt(), "dp=2")
+    program = step(nanogpt(layers=1), "dp=2")
     line = program.timeline(tmp_path / "t.json")
     assert [str(event.instruction) for event in line.events] == ["RUN:before.0", "RUN:each.0", "RUN:each.1", "RUN:after.0"]
     assert line.call_s == pytest.approx(program_seconds(program.compiled).total)

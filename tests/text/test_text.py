@@ -18,6 +18,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import Record, Source, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ops import optim  # noqa: F401  # the operators by name
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.text import allowed_operators
