@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check.rings import named_arguments
 from meshc.check.types import MOST_DIMS
 from meshc.ir import spmd
+from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import Part, Sharding, is_padded, local_size
 from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling

@@ -18,6 +18,7 @@ from meshc import ir
 from meshc.ir import Source, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
+from meshc.ir.schemas import written_operands
 from meshc.ops.in_place import WRITERS
 from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
@@ -79,11 +80,7 @@ def writes(node: Node) -> list[Node]:
         return list(node.args[1:])  # type: ignore[arg-type]
     if node.op != "call_function" or node.target not in WRITERS:
         return []
-    found: list[Node] = []
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Node)]
-    return found
+    return [one for one in written_operands(node.target, node.args, {}) if isinstance(one, Node)]
 
 
 def _faults_of_results(stage: Stage, memory: Mapping[Node, Memory]) -> Iterator[tuple[str, str]]:

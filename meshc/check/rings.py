@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -23,12 +23,12 @@ from meshc import ir
 from meshc.check.inferred_sharding import InferredSharding, dim_text
 from meshc.check.spmd_shardings import Place
 from meshc.check.types import Wrong
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import tile_length
 from meshc.ops import attention as _attention  # noqa: F401 - registers them
 from meshc.ops import attention_block as _block  # noqa: F401 - likewise
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
-from meshc.private import OpOverload
 
 meshc = torch.ops.meshc
 FORWARD: Final = (meshc.attention_block.default, meshc.attention_zigzag.default, meshc.explicit_attention.default)
@@ -73,13 +73,6 @@ def common_offsets(given: Sequence[InferredSharding]) -> Back:
 def _is_same_for_keys(node: Node) -> bool:
     bias = named_arguments(node).get("bias")
     return isinstance(bias, Node) and ir.record(bias).shape[3] == 1
-
-
-def named_arguments(node: Node) -> dict[str, Any]:
-    """All arguments of a call by name, in the order of the operator's schema, with its defaults."""
-    rows = cast(OpOverload, node.target)._schema.arguments
-    given = dict(zip((argument.name for argument in rows), node.args, strict=False)) | node.kwargs
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in rows}
 
 
 def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None]) -> None:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from meshc.rules.operator import Deferral
     from meshc.rules.rule import Rule
 
-BY_POSITION = (torch.ops.aten.slice_backward.default,)
-"""Operators with arguments that are positions of a rank's tile, which global shapes do not fit."""
-
 BY_CHANNELS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 """Operators with a rule that depends on global channels; dims of space, which may be unknown, keep their local extents."""
 
@@ -65,7 +62,8 @@ class RuleQueries:
         ]
         ways: list[tuple[list[Shape], list[Shape]]] = [local]
         ones = any(_is_one(spread, self.sizes) for spread in (*given, *declared))
-        if ones and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
+        by_position = node.target is torch.ops.aten.slice_backward.default  # positions of a tile, which global shapes do not fit
+        if ones and not any(shape is None for row in full for shape in row) and not by_position:
             ways.insert(0, cast(tuple[list[Shape], list[Shape]], full))
         for operands, results in ways:
             for (one, record, _), shape in zip(rows, operands, strict=True):

@@ -21,7 +21,7 @@ from meshc.check import orders, rings
 from meshc.check.cross_stage_shardings import CrossStageShardings
 from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, fit_together, flat, partial_text, run_of
 from meshc.check.padding import check_claims, check_sums
-from meshc.check.rings import BACKWARD, FORWARD, named_arguments
+from meshc.check.rings import BACKWARD, FORWARD
 from meshc.check.rule_queries import RuleQueries
 from meshc.check.rule_shardings import RulesProtocol, shardings_by_rule
 from meshc.check.spmd_shardings import Place, infer_sharding, place_of, positions
@@ -29,6 +29,7 @@ from meshc.check.types import Wrong
 from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
 from meshc.check.windows import check_windows
 from meshc.ir import spmd
+from meshc.ir.schemas import RESHAPES, named_arguments
 from meshc.ir.sharding import Sharding, local_size
 from meshc.ir.window import tile_length
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
@@ -38,9 +39,6 @@ from meshc.program.program import Stage
 from meshc.text.allowed_operators import spelling
 
 aten = torch.ops.aten
-VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-SAME = (torch.ops.meshc.check_index.default,)
-"""Operators without a rule that return their operand."""
 
 
 def faults(
@@ -126,7 +124,7 @@ class _ShardingWalk:
         if target in spmd.FUNCTIONS.values():
             told = declared[0] if ir.record(node).sharding is not None else None
             return [infer_sharding(node, self._sharding(cast(Node, node.args[0])), told, self.places, self.sizes)]
-        if target in VIEWS:
+        if target in RESHAPES:
             given = replace(self._sharding(cast(Node, node.args[0])), windows={})
             if ir.record(node).sharding is None:
                 return [view_sharding(given, ir.record(node).shape, self.sizes)]
@@ -134,7 +132,7 @@ class _ShardingWalk:
             return [replace(given, dims=(None,) * len(declared[0].dims), runs=given.axis_runs())]
         if (counted := positions(node, self.places, self.sizes)) is not None:
             return [counted]
-        if target in SAME:
+        if target is torch.ops.meshc.check_index.default:
             return [self._sharding(cast(Node, node.args[0]))]
         if target is aten.slice.Tensor:
             return [self._slice_sharding(node)]

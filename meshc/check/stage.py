@@ -22,6 +22,7 @@ from meshc.check.types import Wrong, check_type
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
+from meshc.ir.schemas import RESHAPES
 from meshc.ops.in_place import WRITERS
 from meshc.private import OpOverload
 from meshc.program.program import Stage
@@ -31,9 +32,6 @@ from meshc.text.printer import print_type
 aten = torch.ops.aten
 Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
 """A value without data: a meta tensor, an integer, several of them; None for a line without a valid type."""
-
-VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
-"""Operators that may return a view though their schema does not say so."""
 
 PLACES: Final = ("start", "first", "real", "queries_of", "keys_of", "offsets", "place", "count")
 """Arguments of meshc's own operators that give the start or the length of a rank's tile: no shape depends on these."""
@@ -149,7 +147,7 @@ def may_view(target: Target) -> bool:
     if target in FUNCTIONS.values():
         return True  # a single tile, a mask of no padding, a group of one rank
     schema = cast(OpOverload, target)._schema
-    return target in VIEWS_UNSAID or any(argument.alias_info is not None for argument in schema.arguments)
+    return target in RESHAPES or any(argument.alias_info is not None for argument in schema.arguments)
 
 
 def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:

@@ -22,10 +22,10 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check.inferred_sharding import Parts, dim_text
-from meshc.check.rings import named_arguments
 from meshc.check.spmd_shardings import Place, place_of
 from meshc.check.types import Wrong
 from meshc.ir import spmd
+from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import is_padded
 from meshc.ir.window import tile_length
 from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers them

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshc.ir.schemas import arguments_by_name
 from meshc.lazy_module import LazyModule
 from meshc.private import OpOverload
 
@@ -19,14 +20,8 @@ def fault(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, objec
     preconditions = families.operator_of(target).preconditions
     if not preconditions:
         return None
-    operands = _operands_by_name(target, args, kwargs)
+    operands = arguments_by_name(target, args, kwargs)
     try:
         return next((words for precondition in preconditions if (words := precondition(operands)) is not None), None)
     except (IndexError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"they are not of the kind that it takes: {error}"
-
-
-def _operands_by_name(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
-    given = target._schema.arguments
-    found = {argument.name: argument.default_value for argument in given}
-    return found | dict(zip((argument.name for argument in given), args, strict=False)) | dict(kwargs)

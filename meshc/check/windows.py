@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check.types import MOST_EXTENT, Wrong
+from meshc.ir.schemas import named_arguments
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.window import Window, tile_length
 from meshc.private import OpOverload
@@ -154,9 +155,7 @@ def _check_size(halo: Halo, parts: Parts | None, size: int, what: str) -> None:
 def _padding_range(node: Node, place: int, window: Window) -> tuple[tuple[int, int] | None, int]:
     """`ends` and `most` of an operator with these windows. Strides leave a rest after the last window, by which an operator that rounds up
     (`ceil_mode`) reaches beyond the padding; torch pads pooling by half a window at most."""
-    arguments = cast(OpOverload, node.target)._schema.arguments
-    named: dict[str, Any] = {one.name: one.default_value for one in arguments}
-    named |= dict(zip((one.name for one in arguments), node.args, strict=False)) | node.kwargs
+    named = named_arguments(node)
     if "padding" not in named:
         return None, 0
     dilation = named.get("dilation", 1)

@@ -28,6 +28,7 @@ from meshc.cost.storage_owners import producing_call, storage_owner
 from meshc.ir import layouts, sharing, spmd
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
+from meshc.ir.schemas import argument_names
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
 from meshc.ir.storage_moves import TIERS
@@ -115,10 +116,10 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
     """(parameter, gradient) of each parameter that an optimizer's operator updates."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "meshc":
         return
-    arguments = [argument.name for argument in node.target._schema.arguments[:2]]
-    if arguments == ["params", "grads"]:
+    arguments = argument_names(node.target)[:2]
+    if arguments == ("params", "grads"):
         yield from zip(node.args[0], node.args[1], strict=True)  # type: ignore[arg-type]
-    elif arguments == ["param", "grad"]:
+    elif arguments == ("param", "grad"):
         yield node.args[0], node.args[1]  # type: ignore[misc]
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -23,6 +23,7 @@ from torch.fx import Node
 from meshc.cost.links import payload
 from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, records, spmd
+from meshc.ir.schemas import named_arguments
 from meshc.ops import delta_rule as _delta  # noqa: F401 - registers them
 from meshc.ops import delta_rule_turns as _delta_turns  # noqa: F401 - likewise
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - likewise
@@ -112,7 +113,7 @@ def traffic(program: PlainProgram) -> list[Recurrence]:
 
 def _of_turn(node: Node, counted: set[Node]) -> tuple[_Key, list[Node], float]:
     """The halos that a turn reads and no earlier turn has read, and, for the first turn, the elements of all turns by the formula."""
-    args = _arguments(node)
+    args = named_arguments(node)
     parts, ranks = args["parts"], args["ranks"]
     assert isinstance(parts, int) and isinstance(ranks, int)
     states = [state for name in STATES if isinstance(state := args.get(name), Node)]
@@ -125,7 +126,7 @@ def _of_turn(node: Node, counted: set[Node]) -> tuple[_Key, list[Node], float]:
 
 def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
     """A gather of the final states of stretches, and its elements by the formula."""
-    args, axes = _arguments(end), tuple(node.args[1])  # type: ignore[arg-type]
+    args, axes = named_arguments(end), tuple(node.args[1])  # type: ignore[arg-type]
     ranks, state = prod(program.axis_sizes[axis] for axis in axes), _state(args)
     if ENDS[end.target] == "recurrence":
         each = (4 if args["reverse"] else 2) * state
@@ -149,14 +150,14 @@ def _find_scan(gather: Node) -> Node | None:
 
 def _of_scan(node: Node, scan: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
     """A gather of one position of each scan's stretch, and its elements by the formula."""
-    axes, args = tuple(node.args[1]), _arguments(scan)  # type: ignore[arg-type]
+    axes, args = tuple(node.args[1]), named_arguments(scan)  # type: ignore[arg-type]
     shape, dim = _shape(args["self"] if "self" in args else args["x"]), args["dim"]
     assert isinstance(dim, int)
     ranks = prod(program.axis_sizes[axis] for axis in axes)
     return (record(node).source.module, SCANS[scan.target], axes, ranks, 0), [node], prod(shape) / max(1, shape[dim]) * ranks
 
 
-def _state(args: dict[str, object]) -> int:
+def _state(args: dict[str, Any]) -> int:
     """Elements of the state of all rows of a rank."""
     if "weight" in args:
         rows = _shape(args["x"] if "x" in args else args["grad"])[1]
@@ -179,11 +180,6 @@ def _before(values: Sequence[Node], targets: Collection[object]) -> list[Node]:
         elif one.target in THROUGH or is_getitem(one):
             left += one.all_input_nodes
     return found
-
-
-def _arguments(node: Node) -> dict[str, object]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, node.args, strict=False))
 
 
 def _axes(place: object) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -27,6 +26,7 @@ from meshc.cost.devices import Device
 from meshc.cost.flops import flops, is_attention, is_product
 from meshc.cost.fused_values import is_fused
 from meshc.ir import spmd
+from meshc.ir.schemas import named_arguments, place_of, written_operands
 from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.lazy_module import LazyModule
 from meshc.ops.attention_block import rows_that_see
@@ -140,18 +140,7 @@ def _overwritten(node: Node) -> list[Node]:
     """The operands that an operator writes into."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[Node] = []
-    for place in _written_arguments(node.target):
-        given = node.args[place] if place < len(node.args) else ()
-        found += given if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
-    return found
-
-
-@cache
-def _written_arguments(target: torch._ops.OpOverload) -> tuple[int, ...]:
-    """Places of the arguments that an operator writes into. (A schema is read for each question from scratch.)"""
-    rows = enumerate(target._schema.arguments)
-    return tuple(place for place, row in rows if row.alias_info is not None and row.alias_info.is_write)
+    return written_operands(node.target, node.args, {})
 
 
 def _bytes(value: Node) -> int:
@@ -189,7 +178,7 @@ def _visible_share(attention: Node, block: int) -> float:
 
     Where the tile of the queries begins differs by rank: the last one sees most, and the others wait for it.
     """
-    given = arguments_by_name(attention)
+    given = named_arguments(attention)
     queries, keys = ir.record(given["q"]).shape[2], ir.record(given["k"]).shape[2]
     if "keys_of" in given:
         return 0.5  # on every rank two pairs of halves of four
@@ -201,13 +190,6 @@ def _visible_share(attention: Node, block: int) -> float:
         )
     start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
     return compute_tracked(_share_of_scores, queries, keys, given["window"], given["offset"] + start, block)
-
-
-def arguments_by_name(node: Node) -> dict[str, Any]:
-    """An operator's arguments by name, those that the call leaves out too."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return {**given, **{argument.name: value for argument, value in zip(schema, node.args, strict=False)}, **node.kwargs}
 
 
 def _share_of_scores(queries: int, keys: int, window: int, offset: int, block: int) -> float:
@@ -298,8 +280,7 @@ PARTED: Final[Mapping[str, Sequence[str]]] = {
 
 def argument(node: Node, name: str) -> object:
     """An argument of a call of one of meshc's operators, by name."""
-    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-    return node.args[names.index(name)]
+    return node.args[place_of(node, name)]
 
 
 def operand_shares(node: Node) -> dict[Node, float]:

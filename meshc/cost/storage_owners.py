@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir import sharing, spmd
+from meshc.ir.schemas import returns_view
 from meshc.ir.sharing import Words
 from meshc.ops.in_place import REPLACED
 from meshc.program import packing
@@ -20,8 +21,8 @@ def producing_call(node: Node) -> Node | None:
     made, _ = ir.value_of(node)
     if made.op != "call_function" or not isinstance(made.target, torch._ops.OpOverload) or made.target in REPLACED:
         return None
-    alone = all(one.alias_info is None for one in made.target._schema.returns)
-    return made if alone and not any(other.args[1] == node.args[1] for other in made.users if other is not node) else None
+    alone = not any(other.args[1] == node.args[1] for other in made.users if other is not node)
+    return made if alone and not returns_view(made.target) else None
 
 
 def storage_owner(node: Node, words: Words) -> Node:

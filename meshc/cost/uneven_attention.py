@@ -26,9 +26,10 @@ from torch.fx import Node
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops, is_attention
 from meshc.cost.peak_memory import runs
-from meshc.cost.roofline import Price, arguments_by_name, price, scores_computed
+from meshc.cost.roofline import Price, price, scores_computed
 from meshc.ir import has_record, local_bytes, record, records, spmd, value_of
 from meshc.ir.keys import is_a
+from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import Sharding
 from meshc.ops.attention_block import rows_that_see
 from meshc.program.program import PlainProgram, Stage, sizes
@@ -114,7 +115,7 @@ class _Call:
 
     def __init__(self, node: Node, stage: Stage, extents: Mapping[str, int]) -> None:
         self.node, self.stage, self.extents = node, stage, extents
-        self.given = given = arguments_by_name(node)
+        self.given = given = named_arguments(node)
         numbers = [given.get(name) for name in ("start", "first", "real")]
         self.ring = any(isinstance(number, Node) for number in numbers[1:])
         axes = dict.fromkeys(axis for number in numbers for axis in _axes_of(number))

@@ -22,34 +22,31 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshc.ir.functions import Function
+from meshc.ir.schemas import RESHAPES, arguments_by_name
 from meshc.private import TorchDispatchMode
 
 aten = torch.ops.aten
 
 ROWS: Final = 7919
 """Rows of the recorded run: a prime, larger than a dim of a model is likely to be."""
-VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-DIM: Final[Mapping[object, int]] = {
-    aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
-    aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cat.default: 1,
-    aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1, aten.argmax.default: 1, aten.argmin.default: 1,
-    aten.max.dim: 1, aten.min.dim: 1, aten.any.dim: 1, aten.all.dim: 1, aten.cumsum.default: 1, aten.logsumexp.default: 1,
-    aten.linalg_vector_norm.default: 2, aten.norm.ScalarOpt_dim: 2, aten.topk.default: 2, aten.sort.default: 1, aten.var.correction: 1,
-    aten.std.correction: 1,
+ALONG: Final = {
+    aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten._softmax.default, aten._log_softmax.default, aten.cat.default, aten.sum.dim_IntList, aten.mean.dim,
+    aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim,
+    aten.cumsum.default, aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.topk.default,
+    aten.sort.default, aten.var.correction, aten.std.correction,
 }  # fmt: skip
-"""Operators that work along a dim -> position of the dim among their operands."""
-LAST: Final = (aten.topk.default, aten.sort.default)
-"""Those whose default is the last dim."""
+"""Operators that work along their argument `dim`."""
 PRODUCTS: Final[Mapping[object, int]] = {
     aten.mm.default: 0, aten.linear.default: 0, aten.addmm.default: 1, aten.mv.default: 0, aten.embedding.default: 1,
     aten.convolution.default: 0,
 }  # fmt: skip
 """Operators on rows and on operands shared by all rows -> position of the operand that is rows."""
-WITHOUT_SUM: Final[Mapping[object, int]] = {
-    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
-    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
-}  # fmt: skip
-"""Losses that are pointwise with reduction "none" -> position of the reduction."""
+WITHOUT_SUM: Final = (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+"""Losses that are pointwise with reduction "none"."""
 TOGETHER: Final = (aten.bmm.default, aten.expand.default)
 """Operators that combine equal rows of their operands."""
 EACH: Final = (
@@ -57,7 +54,6 @@ EACH: Final = (
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.fill_.Scalar,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
-DRAWS: Final = (aten.native_dropout.default, aten.bernoulli_.float)
 
 
 class NotRows(Exception):
@@ -205,7 +201,7 @@ class RowProof(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         rows = [each for each in _tensors(args) if self._is_rows(each)]
         if rows:
-            self.draws = self.draws or func in DRAWS
+            self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
             self.writes = self.writes or func._schema.is_mutable
             results = made[:1] if func is aten.nll_loss_forward.default else made  # the second result is the sum of the classes' weights
             if not self._apart(func, args) or not all(self._is_rows(each) for each in _tensors(results)):
@@ -227,13 +223,12 @@ class RowProof(TorchDispatchMode):
         if func in TOGETHER:
             return are[0] and (are[1] if func is aten.bmm.default else len(args[1]) == args[0].dim())
         if func in WITHOUT_SUM:
-            reduction = args[WITHOUT_SUM[func]] if len(args) > WITHOUT_SUM[func] else 1
-            return reduction == 0 and all(self._is_rows(each) for each in _tensors(args[:2]))
+            return arguments_by_name(func, args, {})["reduction"] == 0 and all(self._is_rows(each) for each in _tensors(args[:2]))
         if func is aten.permute.default:
             return args[1][0] % args[0].dim() == 0
         if func is aten.transpose.int:
             return all(dim % args[0].dim() != 0 for dim in args[1:])
-        if func in VIEWS:
+        if func in RESHAPES:
             return True  # rows in, rows out: a view keeps the first dim major
         if func is aten.constant_pad_nd.default:
             return len(args[1]) < 2 * args[0].dim() or not any(args[1][-2:])  # the last pair is of the first dim
@@ -245,9 +240,9 @@ class RowProof(TorchDispatchMode):
             return are[0] and are[2] and args[1] % args[0].dim() != 0
         if func is aten.index.Tensor:
             return are[0] and args[1][0] is None and not any(each is not None and self._is_rows(each) for each in args[1])
-        if func in DIM:
+        if func in ALONG:
             first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            said: Any = args[DIM[func]] if len(args) > DIM[func] else -1 if func in LAST else 0
+            said = arguments_by_name(func, args, {})["dim"]
             along: Sequence[int] = said if isinstance(said, list | tuple) else [said]
             return bool(along) and all(dim is not None and dim % (first.dim() + (func is aten.unsqueeze.default)) != 0 for dim in along)
         return False

@@ -34,6 +34,7 @@ from meshc.frontend.recorded_values import (
     WrittenValue,
 )
 from meshc.frontend.reference_random import Answer, Named, ReferenceRandom, undefined_error
+from meshc.ir.schemas import written_arguments
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
@@ -217,12 +218,11 @@ class Recording(ReferenceRandom):
 def _overwritten_operands(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
     """(position or name, operand) of the operands that a call overwrites."""
     found: list[tuple[int | str, Any]] = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if at < len(args):
-                found.append((at, args[at]))
-            elif argument.name in kwargs:
-                found.append((argument.name, kwargs[argument.name]))
+    for at, name in written_arguments(func).items():
+        if at < len(args):
+            found.append((at, args[at]))
+        elif name in kwargs:
+            found.append((name, kwargs[name]))
     return found
 
 

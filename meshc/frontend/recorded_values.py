@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.frontend.reference_random import FILLING, ReferenceRandom
+from meshc.ir.schemas import written_arguments
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
@@ -202,6 +203,7 @@ class Evaluation:
     def _run_call(self, value: Result, box: Box | None) -> Tensor:
         """Runs a call, on the `box` of each operand or on whole operands."""
         written: dict[int | str, Tensor] = {}
+        overwritten = written_arguments(value.func)
 
         def operand(at: int | str, leaf: object) -> object:
             if not isinstance(leaf, RecordedValue):
@@ -210,7 +212,7 @@ class Evaluation:
                 written[at] = torch.empty(here, dtype=leaf.dtype)
                 return written[at]
             read = self._all(leaf) if box is None else self._box(leaf, _beside(leaf.shape, box))
-            if at == value.written or _writes(value.func, at):
+            if at == value.written or at in overwritten or at in overwritten.values():
                 read = written[at] = read.clone()
             return read
 
@@ -338,9 +340,3 @@ def _beside(shape: tuple[int, ...], box: Box) -> Box:
     """The box of an operand that is broadcast to the tensor of `box`."""
     behind = box[len(box) - len(shape) :] if shape else ()
     return tuple((0, 1) if size == 1 else pair for size, pair in zip(shape, behind, strict=True))
-
-
-def _writes(func: OpOverload, at: int | str) -> bool:
-    arguments = func._schema.arguments
-    found = arguments[at] if isinstance(at, int) else next(one for one in arguments if one.name == at)
-    return found.alias_info is not None and found.alias_info.is_write

@@ -21,7 +21,7 @@ A single microbatch draws its rows of the whole batch's draws, whose shapes come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from meshc.errors import MeshcError
 from meshc.ir.functions import Target
+from meshc.ir.schemas import arguments_by_name
 from meshc.ops import distributions, random
 from meshc.private import OpOverload, TorchDispatchMode
 from meshc.program.microbatch_split import offsets
@@ -96,7 +97,7 @@ class ReferenceRandom(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        named = by_name(func, args, kwargs)
+        named = arguments_by_name(func, args, kwargs)
         if _is_idle(func, named):
             return func(*args, **kwargs)
         answer = ANSWERS.get(func.overloadpacket)
@@ -115,7 +116,7 @@ class ReferenceRandom(TorchDispatchMode):
 
     def answer_call(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
         """The answer to a random call; a recording overrides it."""
-        named = by_name(func, args, kwargs)
+        named = arguments_by_name(func, args, kwargs)
         if "out" not in named:
             return answer(self, func, named)
         written = named.pop("out")
@@ -139,13 +140,6 @@ class ReferenceRandom(TorchDispatchMode):
     def draws(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
         """The next random call, for a distribution."""
         return distributions.Draws(*self.next(func, shape, device))
-
-
-def by_name(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Named:
-    """All arguments by name; the dispatcher leaves out those that equal their default."""
-    named = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
-    named.update(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    return {**named, **kwargs}
 
 
 def _is_idle(func: OpOverload, named: Named) -> bool:

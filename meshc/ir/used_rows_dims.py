@@ -21,6 +21,7 @@ from torch.fx.node import Argument
 from meshc.ir import spmd
 from meshc.ir.functions import Target
 from meshc.ir.nodes import KEY, is_getitem, leaves, op_name, records
+from meshc.ir.schemas import RESHAPES
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ ALONG: Final[Mapping[object, tuple[int, ...]]] = {
 }  # fmt: skip
 """Operators that work along dims, and the positions of the arguments that name these dims."""
 
-SHAPED: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+SHAPED: Final = (*RESHAPES, aten.expand.default)
 """Operators that take a shape; of used rows it has -1 in place of their number."""
 
 Dims = Callable[[Node], "int | None"]

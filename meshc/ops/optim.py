@@ -342,11 +342,6 @@ _define("sgd_plain", _sgd_plain_one, _sgd_plain_many)
 UPDATES: tuple[torch._ops.OpOverload, ...] = tuple(getattr(torch.ops.meshc, name).default for name in _FAMILIES)
 """The functional updates."""
 
-IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
-    op: getattr(torch.ops.meshc, f"{name}_").default for name, op in zip(_FAMILIES, UPDATES, strict=True)
-}
-"""Functional update to its in-place twin; the argument list is the same."""
-
 MANY: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
     op: getattr(torch.ops.meshc, f"{name}_many_").default for name, op in zip(_FAMILIES, UPDATES, strict=True)
 }

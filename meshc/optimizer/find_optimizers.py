@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.ir import trees
+from meshc.ir.schemas import written_operands
 from meshc.optimizer.optimizer_set import Optimizers, refuse_shared
 from meshc.optimizer.spec import token, without_hooks
 from meshc.package import FOLDER
@@ -304,12 +305,9 @@ class _Writes(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in trees.leaves(named.get(argument.name)):
-                    if isinstance(tensor, Tensor):
-                        self._note(tensor)
+        for operand in written_operands(func, args, kwargs):
+            if isinstance(operand, Tensor):
+                self._note(operand)
         given = {_memory(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         for leaf in trees.leaves(result):

@@ -14,7 +14,6 @@ runtime and the memory walk follow it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch.fx import Graph, Node
@@ -22,12 +21,11 @@ from torch.fx import Graph, Node
 from meshc.ir import is_getitem, local_bytes, record, spmd
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.regions import region_of
+from meshc.ir.schemas import returns_view
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
-
-_VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where operands are dense
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,8 @@ def may_overwrite(node: Node) -> bool:
         target = operand.target
         if not isinstance(target, torch._ops.OpOverload):
             return False
-        returns = target._schema.returns
-        if target is not aten.reshape.default and all(value.alias_info is None for value in returns):
-            return target.namespace == "aten" and len(returns) == 1
+        if not returns_view(target):
+            return target.namespace == "aten" and len(target._schema.returns) == 1
         user, operand = operand, operand.args[0] if operand.args else None
     return False
 
@@ -161,7 +158,7 @@ def is_alone(value: Node) -> bool:
             return False
         if is_getitem(value):
             made_by = operand.target
-            return isinstance(made_by, torch._ops.OpOverload) and all(one.alias_info is None for one in made_by._schema.returns)
+            return isinstance(made_by, torch._ops.OpOverload) and not returns_view(made_by)
         if set(operand.users) != {value}:
             return False
         value = operand
@@ -188,11 +185,4 @@ def is_view(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return _gives_view(node.target)
-
-
-@cache
-def _gives_view(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns a view of its operand. Cached, since torch builds the schema at each access."""
-    returns = target._schema.returns
-    return str(target).removesuffix(".default") in _VIEWS or bool(returns and returns[0].alias_info is not None)
+    return returns_view(node.target)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import place_of
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of, place_of
+from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of
 from meshc.rules.rule import Made, RingLetter, Rule, einsum
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag

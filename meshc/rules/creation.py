@@ -24,7 +24,7 @@ def _fill(node: Node, tensors: list[Node]) -> Rule:
 
 def _lower_fill(local: Local) -> Node:
     node = local.node
-    if node.target in (aten.scalar_tensor.default,):
+    if node.target is aten.scalar_tensor.default:
         return local.emit(node.target, *node.args, **node.kwargs)
     return local.emit(node.target, list(local.out_shape(0)), *node.args[1:], **node.kwargs)
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem
+from meshc.ir.schemas import argument_names
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops import delta_rule_turns as _turns  # noqa: F401 - likewise
 from meshc.ops.delta_rule_chunks import LENGTH
@@ -139,7 +140,7 @@ def _states(local: Local, axes: Sequence[str], products: Node, ends: Node, edge:
 
 def _turn(node: Node, tensors: list[Node]) -> Rule:
     """A turn on a rank's own tile, for a part of the rows or heads: nothing may be split further."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node.target)
     given = [name for name, value in zip(names, node.args, strict=True) if isinstance(value, Node) and name != "place"]
     lead, along = len(shape_of(tensors[given.index("k")])) - 2, integer(node.args[names.index("along")])
 

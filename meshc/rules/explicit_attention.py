@@ -16,9 +16,10 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import spmd
+from meshc.ir.schemas import place_of
 from meshc.ops import explicit_attention as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of, place_of
+from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of
 from meshc.rules.rule import ONE, Made, RingLetter, Rule, einsum, shape_of
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from meshc.ir.schemas import argument_names, named_arguments, place_of
 from meshc.ops import ctc as _ctc_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, holds, like, same_dtype, size, within
-from meshc.rules.reduction import argument
 from meshc.rules.rule import ONE, Rule, by_text, shape_of
 
 if TYPE_CHECKING:
@@ -31,12 +31,8 @@ NONE, MEAN = 0, 1
 """torch's numbers of a loss's reduction; 2 is the sum."""
 
 
-def _names(node: Node) -> list[str]:
-    return [found.name for found in node.target._schema.arguments]  # type: ignore[union-attr]
-
-
 def reduction_of(node: Node) -> int:
-    found = argument(node, _names(node).index("reduction"), "reduction", MEAN)
+    found = named_arguments(node)["reduction"]
     assert isinstance(found, int)
     return found
 
@@ -66,7 +62,7 @@ def _lower_loss(local: Local) -> Node:
     node, rest = local.node, iter(local.operands)
     args = [next(rest) if isinstance(item, Node) else item for item in node.args]
     kwargs = {name: next(rest) if isinstance(item, Node) else item for name, item in node.kwargs.items()}
-    place = _names(node).index("reduction")
+    place = place_of(node, "reduction")
     made = local.emit(node.target, *args[:place], **{**kwargs, "reduction": NONE}, **_rest(node, args, place))
     largest = local.rule.operands.index(tuple(letters))
     for letter in letters:
@@ -78,7 +74,7 @@ def _lower_loss(local: Local) -> Node:
 
 def _rest(node: Node, args: Sequence[object], place: int) -> dict[str, object]:
     """The arguments after `reduction` (a delta, a beta), by name."""
-    return dict(zip(_names(node)[place + 1 :], args[place + 1 :], strict=False))
+    return dict(zip(argument_names(node.target)[place + 1 :], args[place + 1 :], strict=False))
 
 
 def _lengths(o: Operands, name: str) -> Tensor:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
 from meshc.private import OpOverload
 from meshc.rules.operator import Operator, declarations
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments, with defaults, by the names of its schema."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
-    return {argument.name: given.get(argument.name, node.kwargs.get(argument.name, argument.default_value)) for argument in schema}
-
-
 def each(setting: int | Sequence[int] | None, count: int, default: list[int] | None = None) -> list[int]:
     """A number for each dim; torch also accepts one for all, or none for the default."""
     row = [setting] if isinstance(setting, int) else list(setting or default or [])
@@ -45,7 +39,7 @@ class _Pool:
     """A pooling's settings, with a number for each spatial dim."""
 
     def __init__(self, node: Node, x: tuple[int, ...], y: tuple[int, ...]) -> None:
-        found = arguments(node)
+        found = named_arguments(node)
         self.count = 3 if "3d" in str(node.target) else 2
         self.inputs, self.outputs = x[-self.count :], y[-self.count :]
         self.kernel = each(found["kernel_size"], self.count)
@@ -240,7 +234,7 @@ def _fractional_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _fractional_letters(node: Node, shape: tuple[int, ...]) -> tuple[str, str, str]:
-    count = len(arguments(node)["output_size"])
+    count = len(named_arguments(node)["output_size"])
     read, made = (" ".join(f"{letter}{index}!" for index in range(count)) for letter in "xy")
     return ("b c" if len(shape) == count + 2 else "c"), read, made
 

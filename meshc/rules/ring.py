@@ -26,6 +26,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, record, spmd
+from meshc.ir.schemas import RESHAPES, place_of
 from meshc.ir.sizes import Size
 from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
 from meshc.rules.operator import Shapes
@@ -36,10 +37,7 @@ if TYPE_CHECKING:
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-LAYOUT = {
-    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
-    aten.permute.default, aten.transpose.int,
-}  # fmt: skip
+LAYOUT = {*RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.clone.default, aten.permute.default, aten.transpose.int}
 """Layout operators that may expand keys and values before attention."""
 
 
@@ -48,11 +46,6 @@ def ring_steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, win
     if not causal or not window or offset or queries != keys or any(isinstance(size, Size) for size in (queries, tile)):
         return ranks - 1
     return min(ranks - 1, -(-(window - 1) // tile))
-
-
-def place_of(node: Node, name: str) -> int:
-    """Position of the argument `name` in a call of one of meshc's operators."""
-    return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
 
 
 def mask_of(node: Node) -> tuple[bool, object, int, int]:
@@ -195,7 +188,7 @@ def heads_summed_together(backward: Node, index: int) -> int:
 
 def _group_of(view: Node) -> int:
     """Heads of a group in a view [batch, groups, heads of a group, keys, head], if only its sums over a group are read; else 1."""
-    if view.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+    if view.target not in RESHAPES:
         return 1
     (gradient,) = view.all_input_nodes
     (rows, _, *rest), shape = record(gradient).shape, record(view).shape

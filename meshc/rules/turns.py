@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import place_of
 from meshc.ops import turns as _operators  # noqa: F401 - registers in_turn
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.rule import einsum
@@ -76,8 +77,7 @@ def _in_turn(node: Node, tensors: list[Node]) -> Rule:
 
 def parts_of(node: Node) -> int:
     """Number of parts of the rows of a turn's call, of which it takes one."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    parts = node.args[names.index("parts")]
+    parts = node.args[place_of(node, "parts")]
     assert isinstance(parts, int)
     return parts
 

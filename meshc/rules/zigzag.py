@@ -21,16 +21,15 @@ from torch.fx import Node
 
 from meshc.ir.sizes import Size
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401 - registers them
-from meshc.rules.ring import Ring
+from meshc.rules.layout import PERMUTATIONS
+from meshc.rules.ring import LAYOUT, Ring
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-AROUND_HEADS = {
-    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
-}  # fmt: skip
+AROUND_HEADS = LAYOUT - PERMUTATIONS
 """Layout operators that may expand keys and values by heads, with positions kept in the second-to-last dim."""
 
 

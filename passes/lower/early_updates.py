@@ -32,9 +32,6 @@ REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
 
 FUSED: Final = frozenset(MANY.values())
 
-NORM: Final = (torch.ops.meshc.square_sum.default,)
-"""Operators that read a gradient for the gradient norm."""
-
 PARTS: Final = 2 * WINDOWS
 """Groups of updates in a stage, at most about: a bucket may be a little smaller than an eighth of all gradients."""
 
@@ -101,8 +98,8 @@ class UpdatePlaces:
         """Moves members, with the nodes computed for them, behind the latest of their places."""
         at = max(map(self.position_of, members))
         own = {node for member in members for node in self._own(member)}
-        beside = (user for node in own for operand in node.all_input_nodes for user in operand.users if user.target in NORM)
-        norms = {norm for norm in beside if self._ready_position(norm) <= at}
+        beside = (user for node in own for operand in node.all_input_nodes for user in operand.users)
+        norms = {one for one in beside if one.target is torch.ops.meshc.square_sum.default and self._ready_position(one) <= at}
         moving = sorted(own | norms, key=self.index.__getitem__)
         for node in moving:
             if self.index[node] > at:

@@ -28,6 +28,7 @@ from meshc.ir import has_record, is_getitem, record, records, runs_on_host, spmd
 from meshc.ir.graph import ancestors_of, computable_from, copy_graph, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.regions import is_number, microbatch_integers, set_region, why_alone, writes
+from meshc.ir.schemas import written_operands
 from meshc.passes.lower.early_updates import updates_amid_backward
 from meshc.passes.lower.low_precision_state import is_for_updates_only
 from meshc.passes.lower.prefetch_windows import prefetch_windows
@@ -294,8 +295,4 @@ class _Levels:
 
 def _written_memory(node: Node) -> dict[Node, None]:
     """The operands that a node writes, and all values that these depend on: a tile may share the memory of the whole."""
-    work: list[Node] = []
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            work += [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
-    return ancestors_of(work)
+    return ancestors_of([one for one in written_operands(node.target, node.args, {}) if isinstance(one, Node)])  # type: ignore[arg-type]

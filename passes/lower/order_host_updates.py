@@ -23,8 +23,6 @@ from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.in_place import WRITERS
 from meshc.program.packing import is_view
 
-_NORM = (torch.ops.meshc.square_sum.default,)
-
 
 def order_host_updates(graph: Graph) -> None:
     """Reorders a graph in place; values do not change."""
@@ -52,7 +50,7 @@ class _Order:
         read = {operand for node in gone for operand in node.all_input_nodes}
         for node in reversed(nodes):
             looks = is_view(node) and node.users and moved.issuperset(node.users)
-            if looks or (node.target in _NORM and not read.isdisjoint(node.all_input_nodes)):
+            if looks or (node.target is torch.ops.meshc.square_sum.default and not read.isdisjoint(node.all_input_nodes)):
                 moved.add(node)
         self.writers = writers(nodes)
         self.at: dict[Node, int] = {}

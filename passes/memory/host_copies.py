@@ -20,6 +20,7 @@ from meshc.cost.links import copy_seconds
 from meshc.cost.roofline import seconds
 from meshc.ir import KEY, Record, is_getitem, local_bytes, record, records, set_record, spmd, value_of
 from meshc.ir.graph import call, copied_node
+from meshc.ir.schemas import returns_view
 from meshc.program.packing import is_view
 
 
@@ -43,7 +44,7 @@ def _viewed_value(node: Node) -> Node | None:
         return node.all_input_nodes[0] if is_view(node) else None
     producer = value_of(node)[0]
     target = producer.target
-    shares = isinstance(target, torch._ops.OpOverload) and any(one.alias_info is not None for one in target._schema.returns)
+    shares = isinstance(target, torch._ops.OpOverload) and returns_view(target)
     return producer.all_input_nodes[0] if shares else None
 
 

@@ -32,7 +32,6 @@ Site: TypeAlias = tuple[str, str]
 """Phase and module of a reader. All of an update is one site."""
 
 THERE: Final = "it lies on the host by another program of this model"
-_CASTS: Final = (torch.ops.aten._to_copy.default,)
 
 
 def offload_params(lowered: LoweredProgram) -> LoweredProgram:
@@ -89,7 +88,7 @@ def _layout_nodes(graph: Graph, node: Node) -> list[Node]:
     found = {node: None}
     for one in graph.nodes:
         alone = one.op == "call_function" and not isinstance(one.meta[KEY], tuple) and not is_getitem(one) and one.all_input_nodes
-        if alone and found.keys() >= set(one.all_input_nodes) and (is_view(one) or one.target in _CASTS):
+        if alone and found.keys() >= set(one.all_input_nodes) and (is_view(one) or one.target is torch.ops.aten._to_copy.default):
             found[one] = None
     return list(found)[1:]
 

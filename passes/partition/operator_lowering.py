@@ -12,6 +12,7 @@ from torch.fx import Node
 from meshc.ir import records, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.reductions import as_integer
+from meshc.ir.schemas import place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
@@ -165,8 +166,7 @@ class Lowering(Local):
 
     def _whole_batch_parts(self, dims: list[list[Part]]) -> list[list[Part]]:
         """`dims` with the batch part extended to the whole batch, if the operator draws for one microbatch of several."""
-        names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
-        whole, mine = (self.node.args[names.index(name)] for name in ("global_shape", "local_shape"))
+        whole, mine = (self.node.args[place_of(self.node, name)] for name in ("global_shape", "local_shape"))
         for rows, large, small in zip(dims, whole, mine, strict=True):  # type: ignore[arg-type]
             if large != small:
                 first = rows[0] if rows else Part("batch", 1)

@@ -19,6 +19,7 @@ from meshc.ir import Record, Source, record, records
 from meshc.ir.functions import Function
 from meshc.ir.graph import call, set_results
 from meshc.ir.nodes import is_getitem
+from meshc.ir.schemas import RESHAPES
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
 
@@ -28,7 +29,7 @@ CAPPED: Final = (meshc.first_choices.default, meshc.heaviest_choices.default)
 CHOOSING: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 PRODUCTS: Final = (meshc.routed_mm.default, meshc.group_mm.default)
 """(rows, matrices of all experts, choice of each row, ...)"""
-LAYOUT: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+LAYOUT: Final = (*RESHAPES, aten.clone.default)
 
 
 def count_experts(traced: TracedModel) -> TracedModel:

@@ -22,75 +22,32 @@ from meshc.private import get_decompositions
 
 aten = torch.ops.aten
 
-NORMS = (
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training,
-    aten._batch_norm_with_update_functional,
-    aten.native_batch_norm_backward,
-    aten.batch_norm_backward,
-    aten.native_group_norm_backward,
-    aten._fused_rms_norm,
-    aten._fused_rms_norm_backward,
-    aten.renorm,
-)
-LOSSES = (
-    aten.nll_loss_forward,
-    aten.nll_loss_backward,
-    aten.nll_loss2d_forward,
-    aten.nll_loss2d_backward,
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.huber_loss,
-    aten.huber_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits,
-    aten.multi_margin_loss,
-    aten.multilabel_margin_loss_forward,
-    aten.log_sigmoid_forward,
-)
-PRODUCTS = (aten.addcmul, aten.addmv, aten.addr, aten.linear_backward, aten.rsub, aten.dist, aten.trace)
-DRAWN = (aten.native_dropout_backward,)
-LAYOUTS = (
-    aten.alias_copy,
-    aten.expand_copy,
-    aten.narrow_copy,
-    aten.permute_copy,
-    aten.split_with_sizes_copy,
-    aten.squeeze_copy,
-    aten.t_copy,
-    aten.transpose_copy,
-    aten.unbind_copy,
-    aten.unsqueeze_copy,
-    aten.view_copy,
-    aten._chunk_cat,
-    aten.block_diag,
-    aten.channel_shuffle,
-    aten.diag_embed,
-    aten.pixel_shuffle,
-    aten.pixel_unshuffle,
-    aten.rot90,
-)
-POSITIONS = (
-    aten.eye,
-    aten.linspace,
-    aten.logspace,
-    aten.tril_indices,
-    aten.triu_indices,
-    aten.isin,
-    aten._unsafe_masked_index,
+DECOMPOSED = (
+    # norms
+    aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training, aten._batch_norm_with_update_functional, aten.native_batch_norm_backward,
+    aten.batch_norm_backward, aten.native_group_norm_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.renorm,
+    # losses
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward, aten.mse_loss,
+    aten.mse_loss_backward, aten.huber_loss, aten.huber_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
+    aten.soft_margin_loss, aten.soft_margin_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits, aten.multi_margin_loss, aten.multilabel_margin_loss_forward, aten.log_sigmoid_forward,
+    # products
+    aten.addcmul, aten.addmv, aten.addr, aten.linear_backward, aten.rsub, aten.dist, aten.trace,
+    # draws
+    aten.native_dropout_backward,
+    # layouts
+    aten.alias_copy, aten.expand_copy, aten.narrow_copy, aten.permute_copy, aten.split_with_sizes_copy, aten.squeeze_copy, aten.t_copy,
+    aten.transpose_copy, aten.unbind_copy, aten.unsqueeze_copy, aten.view_copy, aten._chunk_cat, aten.block_diag, aten.channel_shuffle,
+    aten.diag_embed, aten.pixel_shuffle, aten.pixel_unshuffle, aten.rot90,
+    # positions
+    aten.eye, aten.linspace, aten.logspace, aten.tril_indices, aten.triu_indices, aten.isin, aten._unsafe_masked_index,
     aten._unsafe_masked_index_put_accumulate,
-)
-REDUCTIONS = (aten.aminmax, aten._safe_softmax)
-CONSTANTS = (aten.new_zeros, aten.new_ones, aten.new_full)
-"""Operators that read a value for its dtype alone: decomposed, they are sharded like their reader, and the value is not kept for them."""
-DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTIONS, *CONSTANTS)
+    # reductions
+    aten.aminmax, aten._safe_softmax,
+    # read for the dtype of their operand alone: these are sharded like their reader, and the operand is not kept for them
+    aten.new_zeros, aten.new_ones, aten.new_full,
+)  # fmt: skip
 """Operators that use torch's own decompositions."""
 
 

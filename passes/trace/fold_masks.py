@@ -20,11 +20,12 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.keys import is_a, name_of
+from meshc.ir.schemas import RESHAPES
 from meshc.ir.sizes import Ratio, Size
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
 from meshc.ops.attention_masked_blocks import NEVER
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.known_values import RESHAPES, KnownValues, compute_operands_first
+from meshc.passes.trace.known_values import KnownValues, compute_operands_first
 
 meshc = torch.ops.meshc
 

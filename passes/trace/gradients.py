@@ -24,11 +24,12 @@ from meshc.errors import CompileError, MeshcError
 from meshc.frontend.capture import SEED_STEP
 from meshc.frontend.clipping import groups_of
 from meshc.frontend.gradient_hooks import Drawing, Hooks
-from meshc.frontend.reference_random import ANSWERS, by_name
+from meshc.frontend.reference_random import ANSWERS
 from meshc.ir import record
 from meshc.ir import update as set_reason
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of
+from meshc.ir.schemas import arguments_by_name
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
@@ -305,4 +306,4 @@ class _StepDraws(Interpreter):
         answer = ANSWERS.get(target.overloadpacket)
         if answer is None or self.drawing is None:
             raise CompileError(f"{target} draws random numbers in a way that meshc does not define: use torch.randn_like or rand_like")
-        return answer(self.drawing, target, by_name(target, args, kwargs))
+        return answer(self.drawing, target, arguments_by_name(target, args, kwargs))

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
+from meshc.ir.schemas import RESHAPES
 from meshc.ir.sizes import Ratio, Size
 
 aten = torch.ops.aten
 
 LARGEST = 1 << 24
 """Elements of the largest value that is computed: a mask of 4096 by 4096, about 0.1 s an operator."""
-
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 FILLED = (
     aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.full_like.default, aten.zeros_like.default,

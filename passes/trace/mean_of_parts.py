@@ -26,6 +26,7 @@ from meshc.ir.functions import Function
 from meshc.ir.graph import call, output_of, placeholders, set_results
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
+from meshc.ir.schemas import place_of
 from meshc.ir.sharding import Part
 from meshc.ops import explicit_attention as _explicit_attention  # noqa: F401 - registers it
 from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
@@ -157,7 +158,7 @@ def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
                 f"the random call at {_source(node)} draws {part} for a microbatch and {list(whole)} for the whole batch: "
                 "the model draws otherwise for a batch of another size\n  what to do: microbatches=1, or draw outside the model"
             )
-        at = _global_shape(node)
+        at = place_of(node, "global_shape")
         node.args = (*node.args[:at], list(whole), *node.args[at + 1 :])
 
 
@@ -170,13 +171,8 @@ def _call(node: Node) -> int:
     return int(call)
 
 
-def _global_shape(node: Node) -> int:
-    """Position of the global shape among the arguments; the local one comes after it."""
-    return [argument.name for argument in node.target._schema.arguments].index("global_shape")  # type: ignore[union-attr]
-
-
 def _shape(node: Node, which: int) -> list[int]:
-    shape: Any = node.args[_global_shape(node) + which]
+    shape: Any = node.args[place_of(node, "global_shape") + which]
     return [int(size) for size in shape]
 
 

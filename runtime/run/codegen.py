@@ -18,7 +18,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Final
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,8 +31,10 @@ from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import last_reads, output_of, placeholders, values_freed_after
 from meshc.ir.keys import is_a
+from meshc.ir.schemas import in_place_form
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
+from meshc.private import OpOverload
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.in_flight import earlier_waits
 from meshc.program.packing import is_alone, pieces
@@ -107,16 +108,9 @@ def function_of(node: Node, device: torch.device, origin: Origin | None = None, 
             return torch.mm(x, y, out=memory)
 
         return product
-    over = OVERWRITING.get(node.target) if OVER_OPERAND in sharing_of(node) else None
-    function = direct(over or node.target, device)
+    over = OVER_OPERAND in sharing_of(node) and isinstance(node.target, OpOverload)
+    function = direct(in_place_form(node.target) if over else node.target, device)
     return function if origin is None else guard_function(node.target, function)
-
-
-OVERWRITING: Final[Mapping[object, Function]] = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.default,
-}
-"""Operators that have a form which writes over their first operand."""
 
 
 class FunctionSource:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshc.ir import trees
 from meshc.ir.functions import Keywords
+from meshc.ir.schemas import written_operands
 from meshc.private import OpOverload, TorchDispatchMode
 
 RUNS: Final = 3
@@ -47,11 +48,8 @@ class RoundingPerturbation(TorchDispatchMode):
         if func.namespace != "aten" or func.is_view or name in EXACT or not rounds:
             return made
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for leaf in trees.leaves(value):
-                        if _is_floating(leaf):
-                            leaf.copy_(self._perturb(leaf))
+            for operand in filter(_is_floating, written_operands(func, args, {})):
+                operand.copy_(self._perturb(operand))
             return made
         return trees.map_leaves(lambda leaf: self._perturb(leaf) if _is_floating(leaf) else leaf, made)
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshc.errors import CompileError
 from meshc.ir import trees
+from meshc.ir.schemas import RESHAPES
 from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes
@@ -38,8 +39,6 @@ _SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] =
 
 _HANDLES: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = weakref.WeakKeyDictionary()
 """Ids of the hooks on these optimizers."""
-
-_VIEWS: Final = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 
 
 def take_over(optimizer: torch.optim.Optimizer) -> None:
@@ -160,7 +159,7 @@ def _call(parameter: Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) 
     """One operator of an update, with results as DTensors on the parameter's mesh."""
     if "device" in kwargs:
         kwargs["device"] = parameter.device
-    if op in _VIEWS and isinstance(args[0], DTensor) and sum(placement.is_shard() for placement in args[0].placements) > 1:
+    if op in RESHAPES and isinstance(args[0], DTensor) and sum(placement.is_shard() for placement in args[0].placements) > 1:
         args = _whole(args[0]), *args[1:]  # torch's rule assumes one axis per dim
     try:
         result = op(*args, **kwargs)

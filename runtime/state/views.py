@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshc.errors import StateError
 from meshc.ir import trees
+from meshc.ir.schemas import written_operands
 from meshc.private import OpOverload
 from meshc.replacements import replace_for_good
 from meshc.runtime.state import random_draws
@@ -198,7 +199,7 @@ class GatheredView(DTensor):
 def _dispatch_view(func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """Runs an operator on a gathered view: an edit, a view, or a read."""
     kwargs = kwargs or {}
-    if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in _written_operands(func, args, kwargs)):
+    if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in written_operands(func, args, kwargs)):
         return _edit_whole(func, args, kwargs)
     found = func(*trees.map_leaves(_as_gathered, args), **trees.map_leaves(_as_gathered, kwargs))
     alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
@@ -254,7 +255,7 @@ def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tensors = [one for given in args for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, Tensor)]
     if all(isinstance(one, DTensor) for one in tensors) or not any(map(is_of_model, tensors)):
         return by_torch(op, args, kwargs)
-    written = _written_operands(op, args, kwargs)
+    written = written_operands(op, args, kwargs)
     into_plain = op._schema.is_mutable and not any(isinstance(one, DTensor) for one in written)
     plain = [one for one in tensors if not isinstance(one, DTensor)]
     if op is not _ATEN.copy_.default and torch.is_grad_enabled() and any(one.requires_grad for one in (tensors if into_plain else plain)):
@@ -337,7 +338,7 @@ def _edit(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an edit on whole tensors, the same on every rank; each rank keeps its part."""
-    written = [one for one in _written_operands(op, args, kwargs) if isinstance(one, DTensor)]
+    written = [one for one in written_operands(op, args, kwargs) if isinstance(one, DTensor)]
     if any(one.device_mesh.get_coordinate() is None for one in written):
         return args[0]  # of another pipeline stage
     wholes: dict[int, Tensor] = {}
@@ -384,13 +385,3 @@ def _part(whole: Tensor, like: DTensor) -> Tensor:
 def _of_whole(whole: Tensor, like: DTensor) -> DTensor:
     mesh = like.device_mesh
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _written_operands(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to."""
-    found: list[Any] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, list | tuple) else [value]
-    return found

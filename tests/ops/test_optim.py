@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from meshc.errors import StateError
+from meshc.ir.schemas import in_place_form
 from meshc.ops import optim as ops
 from meshc.optimizer import optimizer as mo
 from tests.optimizer.stepped import Shadow, parameters, plain_call, run
@@ -16,10 +17,10 @@ from tests.optimizer.stepped import Shadow, parameters, plain_call, run
 
 def in_place_call(op, *args, **kwargs):
     """The in-place twin on copies, in the functional one's clothes."""
-    if op not in ops.IN_PLACE:
+    if op not in ops.UPDATES:
         return op(*args, **kwargs)
     args = [a.clone() if i in ops.WRITTEN[op] else a for i, a in enumerate(args)]
-    ops.IN_PLACE[op](*args, **kwargs)
+    in_place_form(op)(*args, **kwargs)
     written = tuple(args[i] for i in ops.WRITTEN[op])
     return written if len(written) > 1 else written[0]
 

@@ -155,3 +155,13 @@ def test_what_stays_counts_for_the_whole_stage() -> None:
     runs = (Instruction("run", "main"),)
     program = PlainProgram({"main": share_stage_memory(stage)}, Mesh("dp=1"), Plan(""), ports, results, runs, axis_sizes={"dp": 1})
     assert peak_memory.peak(program).total == 8 * 1024 * 1024 + 4
+
+
+@pytest.mark.parametrize("target, shape", [(aten.reshape.default, [16]), (aten.view.default, [16]), (aten._unsafe_view.default, [16])])
+def test_a_reduction_over_a_reshape_overwrites_new_memory_and_no_input(target: object, shape: list[int]) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    set_record(x, Record((4, 4), torch.float32))
+    for value, allowed in ((x, False), (call(graph, aten.exp.default, x, shape=(4, 4)), True)):
+        view = call(graph, target, value, shape, shape=(16,))
+        assert packing.may_overwrite(call(graph, spmd.all_reduce, view, ["dp"], "sum", shape=(16,))) is allowed
