@@ -166,13 +166,11 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
         kept, beside = Counter[str](), dict.fromkeys((tier.row for tier in TIERS.values()), 0)
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
-                size, copied = port_bytes(port, program.axis_sizes), copy_bytes(port, program.mesh)
-                if port.storage in TIERS:
-                    beside[TIERS[port.storage].row] += size + copied
-                    continue
-                kept[port.kind] += size
-                if copied:
-                    kept[COPY] += copied
+                tier = TIERS.get(port.storage)
+                held, kind, of_copies = (kept, port.kind, COPY) if tier is None else (beside, tier.row, tier.row)
+                held[kind] += port_bytes(port, program.axis_sizes)
+                if copied := copy_bytes(port, program.mesh):
+                    held[of_copies] += copied
         if offloaded is not None:
             beside[TIERS["host"].row] += _peak(program, coordinates, offloaded).total
         found.append(RankBytes(rank, kept, _peak(program, coordinates, given), beside))
