@@ -114,8 +114,8 @@ def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | Non
     )  # fmt: skip
     size, state_size = (sum(peak_memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
     where = "" if port.storage == "device" else f"on the {port.storage}"
-    if not where and any(each.storage != "device" for each in states):
-        where = "its state on the host"
+    if not where and (tiers := {each.storage for each in states} - {"device"}):
+        where = f"its state on the {' and the '.join(sorted(tiers))}"
     dtype = str(port.dtype).removeprefix("torch.")
     return Leaf(name, port.kind, dtype, lies(port.sharding, port.shape), (), other, state, where, size, state_size)
 

@@ -21,6 +21,7 @@ from meshc.cost.links import copy_seconds, host_copy_seconds
 from meshc.errors import ArtifactError, PlanError, StateError
 from meshc.ir import record, spmd
 from meshc.plan.plan import Plan
+from meshc.report import tree
 from meshc.runtime.comm import disk
 from meshc.text.parse import parse_one_type
 from meshc.text.printer import hash_program, print_type
@@ -81,6 +82,9 @@ def test_bytes_are_counted_apart_and_the_copies_are_those_of_the_host() -> None:
         [node.name for node in program.compiled.stage.graph.nodes if spmd.is_host_copy(node.target)] for program in (on_disk, on_host)
     ]
     assert copies[0] == copies[1] and len(copies[0]) == 48
+    for program, where in ((on_disk, "its state on the disk"), (on_host, "its state on the host"), (plain, "")):
+        (layers,) = tree.tree(program.compiled).children
+        assert [leaf.where for leaf in layers.children[0].leaves if leaf.kind == "parameter"] == [where]
     summary = on_disk.summary()
     assert "on its disk" in summary and "on the disk" in summary and "on the host, beside that" not in summary
 
