@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not alone and not gpu and not broad and not frameworks"
+	$(RUN) -m pytest -n 3 --dist worksteal --durations 20 -m "not alone and not gpu and not broad and not frameworks"
 	$(RUN) -m pytest -n 3 --dist worksteal --durations 20 -m "alone and not gpu and not broad"
 
 test-broad: $(STAMP)

@@ -11,6 +11,7 @@ import torch
 from meshc import artifact, rules
 from meshc.api import compile
 from meshc.commands.target import harmless, load_target, read_plan
+from meshc.cost import devices
 from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
@@ -26,7 +27,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="FILE.py:FUNCTION", help="returns the model and example inputs, for plans")
     command.add_argument("--mesh", help='for plans; axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
     command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
-    command.add_argument("--device", metavar="NAME", help="whose times are predicted (a100, h100, h200, b200); default: the mesh's")
+    command.add_argument("--device", metavar="NAME", help=f"whose times are predicted ({', '.join(devices.names())}); default: the mesh's")
     command.add_argument("--json", action="store_true", help="the figures of both, and what differs, as JSON")
 
 

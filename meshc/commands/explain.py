@@ -24,7 +24,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
     told = "a recipe, lines of a plan, or a .plan, .yaml or .toml file; alternatives are those of axes that are searched; default: auto"
     command.add_argument("--plan", default="auto", help=told)
-    command.add_argument("--device", metavar="NAME", help="whose prices (a100, h100, h200, b200); default: the mesh's")
+    command.add_argument("--device", metavar="NAME", help=f"whose prices ({', '.join(devices.names())}); default: the mesh's")
     command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     command.add_argument("--json", action="store_true", help="the same as JSON")
 

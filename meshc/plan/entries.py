@@ -207,8 +207,10 @@ TensorLine: TypeAlias = Pin | StoreLine
 
 
 def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
+    """A fault for each entry of an axis that has one already."""
     first: dict[str, AxisEntry] = {}
-    return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
+    doubled = [(first[one.axis], one) for one in axes if first.setdefault(one.axis, one) is not one]
+    return [f"an axis has two entries, which should be one: {one.where} and {other.where}" for one, other in doubled]
 
 
 class CitedLine(Protocol):

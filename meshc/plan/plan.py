@@ -111,7 +111,7 @@ class Plan:
         remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...], offloads: tuple[OffloadLine, ...],
         chunks: tuple[ChunkLine, ...],
     ) -> None:  # fmt: skip
-        refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
+        refuse_faults("these entries are no plan", duplicates(axes))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "pins", pins)
         object.__setattr__(self, "stores", stores)

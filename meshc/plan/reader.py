@@ -181,8 +181,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
         except PlanLineFault as fault:
             head = f"line {number}: " if number else ""
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
-    doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
-    refuse_faults(f"{name} cannot be read", faults + doubled)
+    refuse_faults(f"{name} cannot be read", faults + duplicates(axes))
     return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads), tuple(chunks)
 
 

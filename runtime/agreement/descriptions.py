@@ -179,9 +179,8 @@ def describe_run(program: Compiled, path: str | Path, state: str | Path | None, 
 
 
 def _tables(folder: str | Path) -> str:
-    """A digest of the tables (manifest, program, state) of a saved folder."""
-    files = [Path(folder) / name for name in ("manifest.json", "program.json", "state.json")]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
+    """A digest of the tables (manifest, program, state) of a saved folder: its JSON files."""
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in sorted(Path(folder).glob("*.json"))), digest_size=16).hexdigest()
 
 
 def _describe_request(asked: ComparedRequest) -> dict[str, str]:

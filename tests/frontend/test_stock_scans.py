@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshc
 from meshc.frontend.libraries import stock_scans
@@ -83,6 +85,14 @@ def test_it_stands_in_for_each_family(name: str) -> None:
     with traced_scans():
         assert found.torch_chunk_gated_delta_rule is stock_scans.gated_delta_rule
     assert found.torch_chunk_gated_delta_rule is theirs
+
+
+@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", torch.bfloat16), FakeTensorMode, lambda: torch.device("meta")])
+def test_it_stands_in_whatever_is_around_the_first_compilation(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    monkeypatch.setattr(stock_scans, "_found", WeakKeyDictionary())
+    with around(), traced_scans():
+        assert found.torch_chunk_gated_delta_rule is stock_scans.gated_delta_rule
 
 
 def averaged(function: Any, dtype: torch.dtype, begun: bool) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from meshc.ops import delta_rule as _delta_rule  # noqa: F401 - registers meshc::delta_rule
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
+from meshc.private import no_dispatch
 from meshc.replacements import replace_in
 
 Function = Callable[..., Any]
@@ -209,10 +210,11 @@ _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()
 
 
 def _same(theirs: Function, ours: Function, call: Callable[[Function], list[Tensor]]) -> bool:
-    """Whether a sample call of both gives equal results; a function that does not accept the call is another one."""
+    """Whether a sample call of both gives equal results, whatever context the caller is in; a function that does not accept the call is
+    another one."""
     if theirs not in _found:
         try:
-            with torch.no_grad():
+            with no_dispatch(), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 pairs = list(zip(call(theirs), call(ours), strict=True))
                 _found[theirs] = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) and a.dtype == b.dtype for a, b in pairs)
         except Exception:  # whatever a function of that name says to arguments that it does not take
