@@ -158,5 +158,5 @@ def unpack_result(data: bytes, request: Request) -> CompilationResult:
 
 
 def pack_result(made: CompilationResult) -> bytes:
-    """Bytes for `taken`. Raises ArtifactError or NoData for values that cannot be serialised."""
+    """Bytes for `unpack_result`. Raises ArtifactError or NotPlainData for values that cannot be serialised."""
     return pack_program(made.program, **made.extra_data(), seconds=dict(made.seconds or {}))

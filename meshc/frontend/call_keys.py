@@ -131,7 +131,7 @@ ModuleKey: TypeAlias = tuple[ModuleState, bool, tuple[tuple[str, torch.dtype], .
 
 
 def module_key(state: ModuleState) -> ModuleKey:
-    """What else of a module decides its program: its state (`Watch.state`), grad mode and autocast state."""
+    """What else of a module decides its program: its state (`ModuleWatch.state`), grad mode and autocast state."""
     return state, torch.is_grad_enabled(), autocast_state()
 
 

@@ -100,7 +100,7 @@ class Dependencies:
 
     @staticmethod
     def from_json(told: Mapping[str, Any]) -> Dependencies:
-        """The inverse of `described`."""
+        """The inverse of `to_json`."""
         values = dict(zip(read_places.places_from_json(told["places"]), told["values"], strict=True))
         return Dependencies(values, told["environment"], told["why"])
 

@@ -48,7 +48,7 @@ class DynamicDims:
         return {name: size for name, (size, _) in found.items()}
 
     def key_with_names(self, path: str, described: tuple[object, ...]) -> tuple[object, ...]:
-        """An input's entry of a key (`calling.input_key`), with names in the place of its dynamic sizes."""
+        """An input's entry of a key (`call_keys.input_key`), with names in the place of its dynamic sizes."""
         row = self.dims.get(path)
         if not row or described[0] != "tensor":
             return described

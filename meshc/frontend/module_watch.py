@@ -1,6 +1,6 @@
 """Change detection for a module: at each call, a comparison by identity that is cheaper than computing the module's state again.
 
-    watch = Watch(model)
+    watch = ModuleWatch(model)
     watch.state() is watch.state()         as long as nothing changes that decides the program (`module_state.py`)
     model.eval(); watch.state()            another object, which equals an earlier one if the module's state is the same again
 

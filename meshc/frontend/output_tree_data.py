@@ -28,7 +28,7 @@ class NotPlainData(Exception):
 
 
 def tree_to_json(tree: OutputTree) -> Json:
-    """The tree as JSON. Raises NotPlainData for a tree that `read` would not restore."""
+    """The tree as JSON. Raises NotPlainData for a tree that `tree_from_json` would not restore."""
     told = {"spec": _spec_to_json(tree.spec), "plain": [[index, _value_to_json(leaf)] for index, leaf in tree.plain.items()]}
     if tree_from_json(told).spec != tree.spec:
         raise NotPlainData("the output's structure does not come back as it is")

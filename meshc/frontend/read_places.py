@@ -142,7 +142,7 @@ def places_to_json(places: Iterable[ReadPlace]) -> list[list[Any]]:
 
 
 def places_from_json(rows: Sequence[Sequence[Any]]) -> tuple[ReadPlace, ...]:
-    """The inverse of `described`."""
+    """The inverse of `places_to_json`."""
     return tuple(ReadPlace(str(root), tuple((str(kind), what) for kind, what in steps)) for root, steps in rows)
 
 

@@ -130,7 +130,7 @@ class Recording(ReferenceRandom):
         return self._evaluation.compute_box(self.value(value) if isinstance(value, Tensor) else value, box)
 
     def request(self, value: RecordedValue) -> None:
-        """`Evaluation.ask`."""
+        """`Evaluation.request`."""
         self._evaluation.request(value)
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 """Lazy values of recorded tensors, computed for any box of a tensor at a time.
 
-    normal_(weight); weight[0].zero_()        Written(Result(normal_, call 7), row 0, Result(zero_))
+    normal_(weight); weight[0].zero_()   WrittenValue(Result(normal_, call 7), row 0, Result(zero_))
     box rows 4:8 of weight                    the draws of call 7 at rows 4:8; row 0 is not among them
 
 Elementwise operators, and draws that fill a tensor, are computed for the box alone, in chunks; anything else (a QR decomposition) is
@@ -86,8 +86,8 @@ class TensorValue(RecordedValue):
 
 @dataclass(eq=False)
 class Result(RecordedValue):
-    """A call's result in one of its arguments (`written`) or among its outputs (`output`). Tensors in `args` are `Value`s; `call` is the
-    number of its draws."""
+    """A call's result in one of its arguments (`written`) or among its outputs (`output`). Tensors in `args` are `RecordedValue`s; `call`
+    is the number of its draws."""
 
     func: OpOverload = aten.detach.default
     args: tuple[Any, ...] = ()

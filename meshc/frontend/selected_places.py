@@ -95,7 +95,7 @@ class RowIndex:
 class SelectedPlaces(InsertedCalls):
     """Selections of one graph, and writes to the places that they select.
 
-    rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
+    rows     the `SelectedRows` that stand for each value of selected rows; a tuple for a node with several values
     numbers  the `Number` that stands for each number that data decides
     begun    by value or number, the selections that it comes from
     """

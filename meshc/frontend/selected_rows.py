@@ -69,7 +69,7 @@ def follow_selected_rows(module: GraphModule) -> None:
 
 
 class _RowFollower(JoinedRows):
-    """rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
+    """rows     the `SelectedRows` that stand for each value of selected rows; a tuple for a node with several values
     numbers  the `Number` that stands for each number computed from their count
     begun    by value or number, the selections that it comes from
     done     calls that were replaced

@@ -171,8 +171,8 @@ def largest_chunk(shape: Sequence[int], placements: Sequence[Placement], mesh: M
 def torch_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
     """The placements of the live DTensor, on the root mesh: `Shard(d)` for each axis that splits dim d, whichever factor it splits.
 
-    A rank holds as much as under `sharding`, give or take the padding, but not always the same elements: see `aligned`. Only plain `Shard`
-    and `Replicate`, which torch can write to a checkpoint and reload under another mesh.
+    A rank holds as much as under `sharding`, give or take the padding, but not always the same elements: see `is_aligned`. Only plain
+    `Shard` and `Replicate`, which torch can write to a checkpoint and reload under another mesh.
     """
     dims = {axis: dim for dim, _, part in sharding.parts() for axis in part.axes}
     return tuple(Shard(dims[axis.name]) if axis.name in dims and axis.size > 1 else Replicate() for axis in mesh.axes)
@@ -207,7 +207,7 @@ def _dims_are_aligned(dims: tuple[tuple[Part, ...], ...], mesh: Mesh) -> bool:
 
 
 def shares_memory(sharding: Sharding, mesh: Mesh) -> bool:
-    """Whether the chunk can be a contiguous view of the tile on every rank: `aligned`, and padded in the first dim only."""
+    """Whether the chunk can be a contiguous view of the tile on every rank: `is_aligned`, and padded in the first dim only."""
     if not is_aligned(sharding, mesh):
         return False
     local = local_shape(sharding, axis_sizes(mesh))

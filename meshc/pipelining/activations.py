@@ -27,5 +27,5 @@ def activations_in_flight(actions: Sequence[Action], stage_bytes: Sequence[float
 
 
 def peaks(lists: Iterable[Sequence[Action]], stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Each rank's peak of `held`."""
+    """Each rank's peak of `activations_in_flight`."""
     return tuple(max(activations_in_flight(actions, stage_bytes), default=0) for actions in lists)

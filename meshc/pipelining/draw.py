@@ -86,7 +86,7 @@ def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterat
 
 
 def _action(event: Event) -> Action:
-    assert isinstance(event.instruction, Action), "one of `timeline.computed`"
+    assert isinstance(event.instruction, Action), "one of `action_events`"
     return event.instruction
 
 

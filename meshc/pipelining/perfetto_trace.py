@@ -44,7 +44,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def timeline_to_trace(timeline: Timeline, about: Mapping[str, object] | None = None) -> str:
-    """JSON with ``traceEvents``; times in microseconds. `about`: further entries of ``otherData``, which `read` ignores."""
+    """JSON with ``traceEvents``; times in microseconds. `about`: further entries of ``otherData``, which `trace_to_timeline` ignores."""
     found: list[dict[str, object]] = []
     for rank in range(timeline.ranks):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})

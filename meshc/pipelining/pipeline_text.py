@@ -39,7 +39,7 @@ _LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
 
 
 class PipelineJson(TypedDict):
-    """A pipeline in JSON. `read` validates one that comes from a file."""
+    """A pipeline in JSON. `pipeline_from_json` validates one that comes from a file."""
 
     axis: str
     name: str
@@ -85,7 +85,8 @@ def pipeline_to_json(pipeline: Pipeline) -> PipelineJson:
 
 
 def pipeline_from_json(told: PipelineJson) -> Pipeline:
-    """The pipeline of JSON data from `described`. Raises ScheduleError for malformed data; `complete.faults` checks if it can run."""
+    """The pipeline of JSON data from `pipeline_to_json`. Raises ScheduleError for malformed data; `completeness.refuse_incomplete` checks
+    if it can run."""
     links = {_link(text): _keys(text, keys) for text, keys in told["messages"].items()}
     lines = told["schedule"]
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):

@@ -3,7 +3,7 @@
     0: F0.0 SEND:F0.0>1           ran F0.0   posted SEND:F0.0>1   posted RECV:F0.0>1   carried F0.0>1   ran F1.0
     1: RECV:F0.0>1 F1.0
 
-The player determines order, not times: `timing` adds a clock, and `waiting` inspects the ranks that are blocked at the end.
+The player determines order, not times: `timing` adds a clock, and `check.wait_cycle` inspects the ranks that are blocked at the end.
 """
 
 from __future__ import annotations

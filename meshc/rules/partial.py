@@ -7,7 +7,7 @@
     (mean over ranks of x) + y      =  mean over ranks of x + y               affine in x
 
 This lists all that is valid: a reduction may be deferred past the operator. `propagate` defers only reductions of sums, where that saves a
-collective (`Rule.defers`), and completes the others first. Averages are listed as properties of the operators: a program has none, since it
+collective (`deferrals`), and completes the others first. Averages are listed as properties of the operators: a program has none, since it
 divides a sum at once. NaN in a maximum or a minimum is left open, since backends differ.
 """
 

@@ -2,7 +2,7 @@
 
     rank 0 [a b]   rank 1 [c d]        source 2 1 0 3:        rank 0 [c b]   rank 1 [a d]        a and c change places, b and d stay
 
-Pure functions of a sharding; `Transfers.reordered` sends.
+Pure functions of a sharding; `Transfers` sends.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     meshc_copies [[-1] [-1]]  ->  [[-1] [0]]      the second rank has a copy of the expert in slot 0; nothing is sent for it
 
 The user's DTensors keep experts in the model's order. Once experts have moved these are copies, as of any storage that torch's placements
-cannot describe, and have memory of their own only from `sync` to the next step (`Held.let_go`).
+cannot describe, and have memory of their own only from `sync` to the next step (`StoredTensor.release_copy`).
 """
 
 from __future__ import annotations
