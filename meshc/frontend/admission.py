@@ -1,4 +1,4 @@
-"""Models, modules and inputs that are refused before tracing: wrapped or compiled models, tensors that are no plain array, unknown inputs.
+"""Admission checks before tracing: errors for wrapped or compiled models, tensors that are no plain array, inputs that no program takes.
 
 Each table is data: classes by full name (so that nothing is imported to look), what is wrong with them, and what to do instead.
 """

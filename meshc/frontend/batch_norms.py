@@ -1,4 +1,4 @@
-"""torch's batch norms in a traced model: running statistics averaged over calls, and batch norms synchronised between ranks.
+"""Contexts that make torch's batch norms traceable: running statistics averaged over calls, and `nn.SyncBatchNorm` as a plain batch norm.
 
 With `momentum=None`, which `torch.optim.swa_utils.update_bn` sets:
 

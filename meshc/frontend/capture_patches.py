@@ -1,4 +1,4 @@
-"""Substitutions during capture: contexts for all that is replaced while a model is traced, and what is settled in the graph afterwards."""
+"""Substitutions during capture: contexts that replace code which torch cannot trace, and in-place rewrites of the captured graph."""
 
 from __future__ import annotations
 

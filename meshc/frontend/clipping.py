@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of all gradients, or of groups of parameters by patterns of their names.
+"""Gradient-clipping option, one norm or norms by patterns of names: its checks, its groups of parameters, and clipping on one device.
 
     clip_grad_norm=1.0                                       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     clip_grad_norm={"embed.*": 0.1, "layers.*": 1.0}         each group by its own norm; a parameter without a pattern is not clipped

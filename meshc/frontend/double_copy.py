@@ -1,4 +1,4 @@
-"""Double-precision copy of a traced model, which `verify(dtype=torch.float64)` compares with."""
+"""Double-precision trace of a model, for `verify(dtype=torch.float64)`: dtypes, default dtype and norms in the trace, widened casts."""
 
 from __future__ import annotations
 

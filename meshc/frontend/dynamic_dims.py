@@ -1,4 +1,4 @@
-"""Dynamic sizes from the user's options: `Options(dynamic={"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}})`.
+"""Dynamic sizes parsed from `Options(dynamic={"input_ids": {1: Dim("seq", max=2048)}})`: a call's sizes by name, and hints for passes.
 
 The form is that of torch.export's `dynamic_shapes`: for each input, by path, its dims with a `torch.export.Dim`, as a dict, or as a tuple
 or list with None for dims that are fixed. Dims of one name have one size. Sizes are those of the whole input, also with inputs="local".

@@ -1,4 +1,4 @@
-"""Load of routed experts in a training step: `program.metrics["experts"]`."""
+"""Load of routed experts in a training step: tokens per expert and dropped choices of each layer, in `program.metrics["experts"]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of a layer's experts: a buffer of its module with the slot of the stacked weights in which each expert is stored.
+"""Placement of a layer's experts: buffers with the slot of the stacked weights in which each expert is stored, and the slots of copies.
 
     gate_up_proj [8, ..]    meshc_slots [0 1 2 3 4 5 6 7]        as the model has them
                             meshc_slots [0 4 2 3 1 5 6 7]        experts 1 and 4 have changed places

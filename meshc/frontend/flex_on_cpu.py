@@ -1,4 +1,4 @@
-"""torch's `flex_attention` with gradients on CPU tensors, for traces and for the reference.
+"""Contexts that make torch's `flex_attention` differentiable on CPU tensors, in traces and in the reference; block masks as pytree inputs.
 
 torch refuses to differentiate it on a CPU for lack of a fused kernel, although its written-out form there has a gradient like any other
 operator's. These contexts lift that refusal; all other checks of shapes and masks remain.

@@ -1,4 +1,4 @@
-"""User frames of a stack: those in files that are neither torch's nor meshc's, nor of Python's standard library."""
+"""User frames, in files outside torch, meshc and Python's standard library: predicates on files, the innermost frame, warnings there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped matrix products that a model calls itself, in any floating-point dtype, in traces and in the reference.
+"""Replacement of grouped matrix products that a model calls by meshc's operator, for any floating-point dtype, in traces and the reference.
 
     torch._grouped_mm(rows [r, k], matrices [g, k, n], offs=ends [g])         meshc::grouped_mm(rows, matrices, ends)
     torch.nn.functional.grouped_mm(..)                                        likewise

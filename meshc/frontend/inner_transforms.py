@@ -1,4 +1,4 @@
-"""Transforms of torch.func inside a model or a loss (grad, vjp, vmap, jvp, ...): the calls within them, and values below their wrappers.
+"""torch.func transforms in a model or a loss (grad, vmap, jvp): contexts to trace them, the calls within them, values below their wrappers.
 
     _grad_increment_nesting();  x = _wrap_for_grad(x, 1)        from here on values are wrapped, a wrapper a level
     h = dropout(linear(x, w), 0.1)                              ^

@@ -1,4 +1,4 @@
-"""Rows that a mask selects as columns, joined with rows that all count, and scattered by index: a graph's edges, with self-loops.
+"""Rewrite of mask-selected columns as all rows with a mask, through concatenation and scatters by index (a graph's edges with self-loops).
 
     e = edges[:, keep]                      a row for each entry of the mask, moved to the front
     e = torch.cat([e, loops], dim=1)        all of them and the loops, with a mask that is true of loops

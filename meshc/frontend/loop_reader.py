@@ -1,4 +1,4 @@
-"""Reader of loops over experts: statements of a model's forward, by their syntax tree, to a weighted sum over chosen experts.
+"""Loops over experts found in a forward's syntax tree: a description of each loop, and the forward with one call in place of the loop.
 
     for e in range(len(self.experts)):                        for e in hit:                    # of (mask.sum((-1, -2)) > 0).nonzero()
         token, slot = torch.where(choice == e)                    slot, token = torch.where(mask[e])         # mask: one_hot, permuted

@@ -1,4 +1,4 @@
-"""Python state of a module that its program depends on: a call after a change of it needs another program.
+"""Hashable Python state of a module that decides its program (mode, hooks, layer settings): another state needs another program.
 
     training                             train(), eval()
     functions that run with forward      hooks; a forward in the instance's `__dict__`, where Accelerate's mixed precision puts one

@@ -1,4 +1,4 @@
-"""Change detection for a module: at each call, a comparison by identity that is cheaper than computing the module's state again.
+"""Change detection for a module at each call: its hashable state, computed again only where a cheap comparison by identity fails.
 
     watch = ModuleWatch(model)
     watch.state() is watch.state()         as long as nothing changes that decides the program (`module_state.py`)

@@ -1,4 +1,4 @@
-"""Effects of a model's Python on tensors that a program does not have, left out of the trace: checks that raise, `requires_grad`, strides.
+"""Context for tracing through code at which Dynamo stops: branches that only raise an error, `requires_grad = True`, strides of `out=`.
 
     if labels.max() >= self.config.vocab_size:                 a check: a warning names the line, as with an assert
         raise ValueError(f"Label values must be <= vocab_size: {self.config.vocab_size}")

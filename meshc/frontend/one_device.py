@@ -1,4 +1,4 @@
-"""One-device meaning of a model with expert capacity: the reference that programs are compared with."""
+"""One-device function of a model with expert capacity: the reference that programs are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structure of a model's output as JSON, for ranks that take rank 0's trace.
+"""Structure of a model's output written as JSON and read back, for ranks that take rank 0's trace.
 
     {"hidden": [h, None], "layers": 2}    ["builtins.dict", ["hidden", "layers"], [["builtins.list", null, [0, 0]], 0]]   1: null, 2: 2
 

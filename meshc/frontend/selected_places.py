@@ -1,4 +1,4 @@
-"""Rows selected by a mask, as all rows with a mask: gathers by the mask's indices, and writes back to the selected places.
+"""Rewrite of mask-selected rows as all rows with a mask: gathers by the mask's indices, and writes back to the selected places.
 
     s = h[keep]                  where(keep.flatten()[:, None], h.flatten(0, 1), 0)
     i, j = torch.where(mask)     for each entry of the mask its index;  x[i] is x, once for each j

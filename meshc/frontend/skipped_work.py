@@ -1,4 +1,4 @@
-"""Work of torch and Python that a compilation does without: a tenth to a fifth of its time.
+"""Contexts that skip needless work of torch and Python (guards, lookups, code texts, collections), a tenth to a fifth of a compilation.
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export builds and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and discards them

@@ -1,4 +1,4 @@
-"""Numbers of a parameter group that a step itself updates: a step count, a sum of weights, the largest rate so far.
+"""State slots for a parameter group's numbers that a step itself updates: a step count, a sum of weights, the largest rate so far.
 
     group["k"] = k + 1                                         as schedule-free optimizers count
 

@@ -1,4 +1,4 @@
-"""One update whose results are stored in fewer bits than the computation has: the options of `Training` as operators.
+"""One parameter's update as operators under the options of `Training`: state in fewer bits, master weights, kept gradients.
 
     optimizer_state="bf16"    m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
     optimizer_state="8bit"    m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks

@@ -1,4 +1,4 @@
-"""Updates that users have registered for optimizers whose own `step` cannot be traced.
+"""Registry of users' updates for optimizers whose `step` cannot be traced, and the optimizer that runs such an update in its place.
 
     def state(p):                       return {"exp_avg": torch.zeros_like(p)}
     def update(p, g, state, group):     m = 0.9 * state["exp_avg"] + 0.1 * g;   return p - group["lr"] * m.sign(), {"exp_avg": m}

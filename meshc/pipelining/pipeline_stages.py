@@ -1,4 +1,4 @@
-"""Pipeline stages of a program: the values that stages send to each other, and the rank that owns each parameter.
+"""Pipeline of a program as data: the schedule, values sent between stages, the rank that owns each parameter, and transfers once a call.
 
 A program with an axis `pp` has a graph for each half of each stage (`forward_1`, `backward_1`; or `input_1` and `weight_1` where backward
 is in two), which a rank runs once a microbatch, and two for each rank, before the first and after the last microbatch.

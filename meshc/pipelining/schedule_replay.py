@@ -1,4 +1,4 @@
-"""Replay of one schedule under many costs: the order of events is recorded once, and only the times are computed again.
+"""Makespans of one schedule under many costs: the order of events is recorded once, and only the times are computed for each.
 
 The order follows from the lists alone, since `player.py` knows no clock; events are recorded as numbers.
 

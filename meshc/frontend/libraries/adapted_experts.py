@@ -1,4 +1,4 @@
-"""Adapters of peft over parameters that are no layer's own, such as the stacked weights of experts (LoraConfig(target_parameters=[...])).
+"""Tracing of peft adapters on bare parameters, such as stacked expert weights (LoraConfig(target_parameters=[...])): deltas are added.
 
     peft:       registers a parametrization of the parameter, calls the module, and removes the parametrization: in every call
     traced:     calls the module with  parameter + sum of the active adapters' deltas  in the parameter's place

@@ -1,4 +1,4 @@
-"""Accelerate integration of a compiled model: prepared without a wrapper, batches dealt out and gathered by parts, scheduler steps.
+"""Accelerate integration of a compiled model: no DDP wrapper, batches dealt out and gathered by parts, a note on extra scheduler steps.
 
     accelerator.prepare(model)        would wrap it in DDP: it is prepared without, as a model that is only evaluated; FSDP and DeepSpeed
                                       are refused

@@ -1,4 +1,4 @@
-"""Kinds of a stock model's cache layers, computed from its configuration before the trace.
+"""Contexts for traces of stock models with caches: precomputed kinds of cache layers, fewer layers, and masks in a form that can be traced.
 
     DynamicCache(config=config)   calls   get_layer_types_and_kwargs(config)   which returns   ["full_attention"] * 32, [{}] * 32
 

@@ -1,4 +1,4 @@
-"""Preparation of stock `transformers` models for tracing: caches as trees, and the hooks that a first call would install.
+"""Preparation of stock `transformers` models for tracing (caches as trees, hooks of a first call) and for calls by their own generate.
 
 Other models need none of this, and `transformers` is not imported for them.
 """
