@@ -1,4 +1,4 @@
-"""Node-by-node equality of two blocks of a graph, with the reads of each node relative to its block.
+"""Pairs of equal nodes in two blocks of a graph, by comparison node by node; the first difference is raised as `Unequal`.
 
     block 1: n1 = norm(h0, w1)       block 2: n2 = norm(h1, w2)       h: one block back      w: its own      cos: the same for all
              q1 = rotate(n1, cos)             q2 = rotate(n2, cos)

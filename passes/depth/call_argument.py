@@ -1,4 +1,4 @@
-"""The argument of a random operator that holds the number of its call."""
+"""Call number of a random operator: the index of the argument that holds it, and the arguments with another number."""
 
 from __future__ import annotations
 

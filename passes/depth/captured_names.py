@@ -1,4 +1,4 @@
-"""Names and plan patterns of the whole model, on the captured layers: `layers.17.mlp` is `layers.1.mlp` of the four that are captured."""
+"""Renaming from the whole model to its captured layers, for names, plan lines and patterns: `layers.17.mlp` to `layers.1.mlp`."""
 
 from __future__ import annotations
 

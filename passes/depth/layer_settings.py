@@ -1,4 +1,4 @@
-"""Settings of single layers in a request, by their names: optimizer groups, storage, pins, store lines, entries of the plan."""
+"""Comparable settings of each layer in a request: optimizer groups, fixed storage, and the plan's patterns that match its names."""
 
 from __future__ import annotations
 

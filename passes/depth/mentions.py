@@ -1,4 +1,4 @@
-"""Mentions of layers in texts, and the same texts for other layers of a stretch.
+"""Layers that texts mention, and renaming of texts, records and shardings to other layers of a stretch.
 
     "mm of model.layers.1.mlp, for add"     one block on      "mm of model.layers.2.mlp, for add"
 

@@ -1,4 +1,4 @@
-"""Multiplicity of captured nodes, and where the layers that they stand for come in the whole model's order.
+"""Multiplicity of captured nodes; order, names and places of Python values in the whole model of the layers that they stand for.
 
     captured   0 1 2 3     |     3 2 1 0        block 1 stands for 29
     whole      0 1 . . . 2 3 | 3 2 . . . 1 0    the others come at its seams: behind it in forward, before it in backward

@@ -1,4 +1,4 @@
-"""Positions of a block's copies in a sequence in which each block may have several pieces.
+"""Sequence with a block's copies inserted, and the positions at which they come; each block may have several pieces.
 
     captured   x 0a 1a 2a 3a y 3b 2b 1b 0b z          pieces a in ascending order, pieces b in descending order (backward)
     grown      x 0a 1a +1a +2a 2a 3a y 3b 2b +2b +1b 1b 0b z

@@ -1,4 +1,4 @@
-"""Numbers of unnamed factors (f0, f1, ... by their order in the graph) from block to block; each block has its own.
+"""Renumbering of unnamed factors (f0, f1, ... by their order in the graph) from block to block and in the whole model.
 
     captured   f0 (block 0)  f1 (block 1)  f2 (block 2)  f3 (block 3)
     grown      f0            f1            f2, f3, ... the copies'     f30           f31

@@ -1,4 +1,4 @@
-"""Mesh with axes split in two by the model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
+"""Mesh and plan with axes split in two by the model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
 
     cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
     tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise

@@ -1,4 +1,4 @@
-"""Plan for the axes that are left open (`tp: auto`): the planner's choices and recipes, compared by their programs (`judge.py`).
+"""Plan and program for the axes that are left open (`tp: auto`): the fastest of the planner's choices and of recipes (`judge.py`).
 
     found, hiding more   158.4 ms by the clock    39.2 GB    taken
     found                158.9 ms                 39.7 GB    slower than what is taken

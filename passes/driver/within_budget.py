@@ -1,4 +1,4 @@
-"""Program within a memory budget: rounds of recomputing, chunks of the head, and offload; the clock decides.
+"""Program within a memory budget, the fastest by the clock: rounds of recompute, chunks of the head, ring attention, offload.
 
 Recompute is settled early (`passes/memory/recompute_within_budget.py`), on the graph of all layers, or with the stages of a pipeline
 (`pipeline_search.py`); later passes add copies of their own (buckets, prefetch windows). Bytes by which the program then exceeds the budget

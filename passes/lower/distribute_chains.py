@@ -1,4 +1,4 @@
-"""Equal chains of whole matrices, each on a rank of its own: the rewrite from all chains on every rank.
+"""Rewrite of equal whole-matrix chains of optimizer updates: each on a rank of its own, instead of all chains on every rank.
 
     a0 = all_gather(m0, ["tp"], 0)  y0 = chain(a0)  z0 = shard(y0, 0, 2, coordinate)
     a1 = all_gather(m1, ["tp"], 0)  y1 = chain(a1)  z1 = shard(y1, 0, 2, coordinate)

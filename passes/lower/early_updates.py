@@ -1,4 +1,4 @@
-"""Places for early updates: as soon as the gradients are reduced and the old parameters have been read for the last time.
+"""Early optimizer updates: each is moved to where its gradient is reduced and the old parameter has been read for the last time.
 
     g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2, w1, w0], ...)
   becomes

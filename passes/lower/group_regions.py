@@ -1,4 +1,4 @@
-"""Compiled regions: operators between two waits become one function, and the all-reduces of a level share a bucket.
+"""Compiled regions: operators between two waits stand together as one function, and the all-reduces behind them share a bucket.
 
     a = relu(x)                             with region(0):
     r = all_reduce(a, ["tp"], "sum")            a = relu(x)

@@ -1,4 +1,4 @@
-"""Memory sharing: parts written inside a concatenation, all-reduces over their operand, results that stay in place between calls.
+"""Memory sharing: marks on parts inside a concatenation, results over their operand, values that stay in place between calls.
 
     a: "f32[64]" = aten.reshape(g1, [-1])                     a, and g1 below it, and b:
     b: "f32[4]" = aten.reshape(g2, [-1])

@@ -1,4 +1,4 @@
-"""Copies to the host and back, inserted in a graph, of values of forward that backward reads.
+"""Copies to the host and back, inserted in a graph, of values that backward reads; and the values that it reads too soon for them.
 
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)

@@ -1,4 +1,4 @@
-"""Recompute in the stages of a pipeline, so that each rank keeps its memory budget.
+"""Recompute for each rank of a pipeline: the most and the fewest bytes that it can keep, and the step recomputed to given bytes.
 
     rank 0   4 microbatches in flight   a kept value counts 4 times   9.1 MB held of 8: keeps 1.1 MB less, at the fewest seconds
     rank 1   1 in flight                once                          5.2 MB held: keeps everything

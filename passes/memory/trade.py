@@ -1,4 +1,4 @@
-"""Trade of kept bytes for seconds of recompute, or of copies to the host and back, value by value.
+"""Choice of values to keep, recompute or copy to the host: the fastest within given bytes, and a lower bound of its seconds.
 
     seconds |  . least           A byte is given a price in seconds; the cheapest choice of keeping or recomputing at that price is one
             |    . .             minimum cut (`kept_values.py`), and is on the lower hull of all choices. The price between two choices of

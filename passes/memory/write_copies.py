@@ -1,4 +1,4 @@
-"""Copies in backward of recomputed values, each before its first reader."""
+"""Recompute written into backward: copies of forward's operators, each before the first reader of its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program's one stage as it leaves partition: each rank runs everything, and later passes cut it."""
+"""Result of the pass `partition`: the per-rank graph as one stage that each rank runs, after the choice of turns and zigzag order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partition: the per-rank graph, driven by demand.
+"""Partition: the per-rank graph of the global view, with collectives where an operand needs another sharding than its value has.
 
     h: [batch 8/dp, ffn 688/tp] = mm(x, w1)      y: [batch 8/dp, hidden 256] partial(sum: tp) = mm(h, w2)      z = norm(y)
   becomes, on every rank

@@ -1,4 +1,4 @@
-"""One change of sharding as collectives, never by a detour.
+"""Collectives from one sharding of a value to another, never by a detour, and the number of elements that a rank sends for them.
 
     partial -> whole    all-reduce             split -> whole    all-gather            whole -> split    slice
     partial -> split    reduce-scatter         split -> split    all-to-all            whole -> partial  kept on coordinate 0

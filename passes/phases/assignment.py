@@ -1,4 +1,4 @@
-"""Sharding of every value and axes of every operator, with reasons (`propagate` decides them)."""
+"""Decisions of `propagate`: shardings of values and storage, axes of operators, rings and turns, with reasons."""
 
 from __future__ import annotations
 

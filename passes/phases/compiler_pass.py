@@ -1,4 +1,4 @@
-"""A pass: a function from a phase to itself or to the next, with its name, and the reason of its place in the order.
+"""A pass: its function from a phase to itself or the next, name, condition, and reason of its place; progress reports of long passes.
 
 A pass owns the phase that it is given: it may write into the graphs in it, and only its result is used afterwards. A caller that keeps a
 phase copies it first. Nothing writes into the result of the last pass.

@@ -1,4 +1,4 @@
-"""Names of factor classes, by which a plan refers to them (`passes/place/find_factors.py` assigns them)."""
+"""Names of factor classes for plans, and the batch dim of each input (`passes/place/find_factors.py` assigns them)."""
 
 from __future__ import annotations
 

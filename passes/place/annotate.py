@@ -1,4 +1,4 @@
-"""Annotate: the plan's words as factor classes and pins; everything that does not fit is refused together.
+"""Annotate: the plan's words as factor classes, pins and storage, with notes; everything that does not fit is refused together.
 
     tp: heads, ffn, vocab                                  classes 7, 9 (heads), 11 (ffn), 3 (vocab)
     pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp

@@ -1,4 +1,4 @@
-"""Assign: the sharding of every value, by `propagate`, with notes on parts of the plan that have no effect."""
+"""Assign: the sharding of every value, by `propagate`, and the chunked head, with notes on parts of the plan that have no effect."""
 
 from __future__ import annotations
 

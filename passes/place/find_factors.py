@@ -1,4 +1,4 @@
-"""Find factors: every dim of the global view as factors with names (`factorize.py` groups them), and the names of their classes.
+"""Find factors: dims of the global view as factors (`factorize.py`), names of their classes for plans, and each input's batch dim.
 
     mm: f32[6, 40]      becomes      mm: f32[batch 6, ffn 40]
 """

@@ -1,4 +1,4 @@
-"""Operators of a step's head and loss in the global view: from the last product of forward up to its gradients.
+"""Chunked head of a training step: operators from the last forward matrix product to the gradients of that product, and the chunk count.
 
     h -> logits = mm(h, w) -> cast -> log_softmax -> take -> sum -> loss                      forward, from the product on
     gh, gw <- mm, mm <- cast <- log_softmax_backward <- take_backward <- 1                    backward, up to the products of the gradient

@@ -1,4 +1,4 @@
-"""Propagate: each operator's letters, each use's and each value's sharding, by the plan's local meaning.
+"""Propagate: axes of each operator's letters, shardings of each use and value, and storage, by the plan's local meaning.
 
     tp: heads, ffn, vocab          for each axis, an operator that computes takes one of the axis's factors that is among its letters;
                                    operands and result are then split by that axis

@@ -1,4 +1,4 @@
-"""Storage of parameters, gradients and optimizer state between steps: split further by the axes that store them.
+"""Shardings of stored parameters, gradients and optimizer state between steps: split further by the axes that store them.
 
     dp: batch; store params, grads, state
     tp: ffn                                          [ffn 64/tp, hidden 32]    stored as  [ffn 64/tp, hidden 32/dp]

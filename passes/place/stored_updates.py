@@ -1,4 +1,4 @@
-"""Axes of an update's operators: by the storage of the state, or none for those that need whole matrices.
+"""Axes of an update's operators, by the storage of the state, none for those that need whole matrices; storage of each state.
 
     m1 = lerp(m, grad, 0.1)        elementwise: on a rank's tile of m
     n = norm(m1); x = m1 / n       on its way to a product of matrices: whole, so m1 is gathered once

@@ -1,4 +1,4 @@
-"""Attention that is written out: a product, weights that add up to one, a product with them.
+"""Attention written as separate operators: both products around a softmax, and the operators between them, by the roles of letters.
 
     scores = bmm(q, k)           multiplies b, contracts d
     s = scores * scale + mask
