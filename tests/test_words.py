@@ -8,12 +8,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 from tests import words_left
-from tests.test_layout import modules
-from tests.words_left import ROOT
+from tests.words_left import ROOT, trees
 
 ROWS = words_left.rows()
 
@@ -31,11 +28,6 @@ def test_its_file_is_there_and_uses_the_word() -> None:
         if not path.exists() or last[:5].lower() not in path.read_text().lower():
             missing.append(f"{word}: {where}")
     assert missing == []
-
-
-@cache
-def trees() -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text())) for _, path in modules()]
 
 
 PARTICIPLES = {
@@ -115,7 +107,7 @@ def test_words_that_are_out_grow_fewer() -> None:
 def test_each_place_of_a_word_counts() -> None:
     file = ROOT / "meshc" / "ir" / "pending_homes.py"
     source = '"""What lies there.\n\nIt lies."""\n\ndef has_pending() -> str:\n    """Lies."""\n    return f"it lies on {1}"\n'
-    assert words_left.counts_of(source, file, {"pending", "homes", "lies"}) == {"pending": 2, "homes": 1, "lies": 3}
+    assert words_left.counts_of(ast.parse(source), file, {"pending", "homes", "lies"}) == {"pending": 2, "homes": 1, "lies": 3}
 
 
 def test_a_word_is_the_name_of_one_class_at_most() -> None:

@@ -13,9 +13,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import meshc
+from tests.test_layout import modules
 
 ROOT = Path(meshc.__file__).parent.parent
 LIST = Path(__file__).with_suffix(".json")
@@ -50,9 +52,14 @@ def components(name: str) -> list[str]:
     return [part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)]
 
 
-def counts_of(source: str, path: Path, out: set[str]) -> dict[str, int]:
-    """How often a file of this text has each of the words that are out."""
-    tree = ast.parse(source)
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    """(file, syntax tree) of every module."""
+    return [(path, ast.parse(path.read_text())) for _, path in modules()]
+
+
+def counts_of(tree: ast.Module, path: Path, out: set[str]) -> dict[str, int]:
+    """How often a file has each of the words that are out."""
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     found = Counter(part for name in (path.stem, *names) for part in components(name) if part in out)
     found.update(name.lstrip("_").lower() for name in names if "_" in name.lstrip("_") and name.lstrip("_").lower() in out)
@@ -62,9 +69,8 @@ def counts_of(source: str, path: Path, out: set[str]) -> dict[str, int]:
 
 def left() -> dict[str, dict[str, int]]:
     out = words_out()
-    paths = [path for folder in ("meshc", "passes", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
-    every = {str(path.relative_to(ROOT)): counts_of(path.read_text(), path, out) for path in paths}
-    return {path: found for path, found in every.items() if found and not path.startswith(("meshc/passes/", "meshc/runtime/"))}
+    every = {str(path.relative_to(ROOT)): counts_of(tree, path, out) for path, tree in trees()}
+    return {path: found for path, found in every.items() if found}
 
 
 if __name__ == "__main__":
