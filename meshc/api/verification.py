@@ -196,9 +196,7 @@ def _verify_there(
     of_python = program.compilations.last.reads.numbers()
     reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, None, ask.hooks, of_python)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
-    low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
-    usual = torch.float64 if double else torch.float32
-    report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
+    report = verification.Report(verification.tolerance_of(computed, double))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
     shapes = dict(program.asked.shapes(args, kwargs))
     examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)

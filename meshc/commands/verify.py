@@ -97,8 +97,8 @@ def verify_as_it_stands(
     args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
     function = one_device(ask.function, program.options.experts.limit)
     reference = comparison.Reference(twin, function, args, kwargs, double=double, parts=program.lowered.parts)
-    low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
-    report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
+    computed = () if wide else (port.dtype for port in saved.inputs)
+    report = comparison.Report(comparison.tolerance_of(computed, wide))
     compared = widen_program(fitting) if double else fitting
     with double_by_default(double):
         if program.step is None:

@@ -21,13 +21,12 @@ from meshc.ir.keys import kind_of
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.simulator.callcheck import CallCheck
-from meshc.runtime.simulator.reference_comparison import FLOOR, error
+from meshc.runtime.simulator.reference_comparison import FLOOR, LOW, error
 from meshc.runtime.simulator.simulation import first_microbatch, simulate
 
 TOLERANCE, LOW_TOLERANCE = 1e-4, 3e-2
 """Correct single-precision programs of any depth stay below the first, those in lower precision below the second, since ranks add up
 rounded parts; programs broken by a pass do not."""
-LOW = (torch.float16, torch.bfloat16)
 
 NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "momentum": 0.9}
 

@@ -7,7 +7,7 @@ zero in exact arithmetic, and two correct orders of summation differ there by pe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +42,8 @@ from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPertu
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest error by the dtype that values are computed in."""
+LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
@@ -50,6 +52,12 @@ that is zero in exact arithmetic (a key's bias) is multiplied by lr / eps."""
 
 SQUARED = 10
 """Factor on the bound for optimizer state: a second moment is a gradient's square."""
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype | None], double: bool) -> float:
+    """The bound for a model that computes in `dtypes`: that of the lowest precision among them."""
+    usual = TOLERANCE[torch.float64 if double else torch.float32]
+    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in LOW), default=usual)
 
 
 @dataclass
