@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from meshc.cost import peak_memory
 from meshc.cost.devices import Given
@@ -14,6 +15,7 @@ from meshc.pipelining.activations import activations_in_flight
 from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.pipelining.timing import Costs
 from meshc.program.program import PlainProgram
+from meshc.report.tables import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,20 @@ class LinkAccount:
     target: int
     messages: int
     bytes: int
+
+
+STAGE_HEADERS: Final = ("stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight")
+
+
+def stage_rows(program: PlainProgram, given: Given | None = None) -> list[tuple[str | int, ...]]:
+    """A row of STAGE_HEADERS for each stage."""
+    return [
+        (
+            one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
+            seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
+        )
+        for one in stage_accounts(program, given)
+    ]  # fmt: skip
 
 
 def stage_accounts(program: PlainProgram, given: Given | None = None) -> list[StageAccount]:

@@ -13,6 +13,7 @@ from typing import Final
 from meshc.errors import PlanError
 from meshc.files.folders import write_text
 from meshc.report.markup import Markup, join, table, tag, text
+from meshc.report.memory_report import shown_budget
 from meshc.report.page import Head, Memory, Page
 from meshc.report.spans import TimeSpan
 from meshc.report.tables import bytes_text, seconds_text
@@ -274,8 +275,6 @@ SECTIONS: Final = (_plan, _axes, _time, _memory, _collectives, _model, _values)
 
 WIDTH, HEIGHT = 960, 240
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 26, 26
-FAR: Final = 1.5
-"""Largest ratio of the budget to the peak at which the budget is drawn."""
 LETTER: Final = 7.0
 """Mean width of a letter in pixels."""
 
@@ -284,7 +283,7 @@ def memory_chart(memory: Memory) -> Markup:
     """The memory chart; empty if a call computes no values."""
     if not memory.course or memory.total <= memory.kept:
         return Markup("")
-    budget = memory.budget if memory.budget is not None and memory.budget <= FAR * memory.total else None
+    budget = shown_budget(memory.budget, memory.total)
     top = 1.04 * max(memory.total, budget or 0)
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     step = width / len(memory.course)

@@ -181,6 +181,11 @@ FAR: Final = 1.5
 """Largest ratio of the budget to the peak at which the budget is drawn."""
 
 
+def shown_budget(budget: int | None, peak: int) -> int | None:
+    """The budget if it is drawn beside the peak; None if it is too far above it."""
+    return budget if budget is not None and budget <= FAR * peak else None
+
+
 def draw_memory(alive: Liveness, budget: int | None = None) -> list[str]:
     """Lines of the chart; none if a call computes no values. `budget`: bytes that a rank may hold."""
     course, kept = alive.course, sum(alive.holds.kept.values())
@@ -189,7 +194,7 @@ def draw_memory(alive: Liveness, budget: int | None = None) -> list[str]:
     parts = [course[len(course) * at // WIDTH : max(len(course) * (at + 1) // WIDTH, len(course) * at // WIDTH + 1)] for at in range(WIDTH)]
     columns = [kept + max(size for size, _ in part) for part in parts]
     phases = [Counter(phase for _, phase in part).most_common(1)[0][0] for part in parts]
-    shown = budget if budget is not None and budget <= FAR * alive.holds.total else None
+    shown = shown_budget(budget, alive.holds.total)
     top = max(alive.holds.total, shown or 0)
     labels = _labels(alive.holds.total, kept, shown, top)
     left = max(map(len, labels))

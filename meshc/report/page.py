@@ -22,11 +22,11 @@ from meshc.plan.entries import AxisEntry
 from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
 from meshc.report import memory_report, offload_table, search_tables
-from meshc.report.account import link_accounts, stage_accounts
+from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
 from meshc.report.figures import MEMORY
 from meshc.report.spans import TimeSpan, spans
 from meshc.report.summary import CollectiveUse, collectives, communicating, mostly, why
-from meshc.report.tables import bytes_text, seconds_text
+from meshc.report.tables import bytes_text
 from meshc.report.tree import Branch, FoldedValues, tree, values
 
 POINTS = 360
@@ -246,13 +246,8 @@ def _fewer(course: Sequence[tuple[int, str]], peak: int) -> tuple[list[tuple[int
 
 def _stages(program: PlainProgram, device: str | None) -> Grid:
     """Stages of a pipeline; no rows where there is none."""
-    headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
-    rows = [] if program.pipeline is None else [
-        [str(one.stage), str(one.rank), ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
-         seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}"]
-        for one in stage_accounts(program, device)
-    ]  # fmt: skip
-    return Grid(headers, rows)
+    rows = [] if program.pipeline is None else stage_rows(program, device)
+    return Grid(STAGE_HEADERS, [[*map(str, row)] for row in rows])
 
 
 # Account of each mesh axis: arithmetic and bytes that the axis spares a rank, and the messages that a rank sends.

@@ -32,7 +32,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
 from meshc.report import attention_report, experts, memory_report, offload_table, recurrences
-from meshc.report.account import link_accounts, stage_accounts
+from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
 
 PLAN_LINES: Final = 20
@@ -217,14 +217,7 @@ def _pipeline(program: PlainProgram, device: str | None) -> str:
     if pipeline is None:
         return ""
     line = predict_timeline(program, device)
-    rows = [
-        [
-            one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
-            seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
-        ]
-        for one in stage_accounts(program, device)
-    ]  # fmt: skip
-    headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
+    headers, rows = [*STAGE_HEADERS], stage_rows(program, device)
     schedule = pipeline.schedule
     title = (
         f"pipeline over {pipeline.axis}, schedule {schedule.name or 'of your own'}: {schedule.microbatches} "
