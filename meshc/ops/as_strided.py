@@ -1,4 +1,4 @@
-"""`as_strided` rewritten as slices, windows and diagonals of the dims that its strides step along.
+"""`as_strided` and `fill_diagonal_` as slices, windows and diagonals of the dims that the strides step along.
 
     as_strided(x [4, 6, 6], (4, 6), (36, 7))                     x.diagonal(0, 1, 2)
     as_strided(x [4, 12, 8], (4, 5, 4, 8), (96, 16, 8, 1))       x.unfold(1, 4, 2).permute(0, 1, 3, 2)

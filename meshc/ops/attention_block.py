@@ -1,4 +1,4 @@
-"""Attention over one block of keys, and the merge of two blocks' results by log-sum-exp: the steps of ring attention.
+"""Operators of ring attention: attention over one block of keys, its gradients, and the merge of two blocks' results by log-sum-exp.
 
     out, lse = attention_block(q, k0, v0, ...)                      the rank's queries, its own keys
     more, more_lse = attention_block(q, k1, v1, ...)                the same queries, the keys of the rank before it

@@ -1,5 +1,4 @@
-"""Unfused attention over the full score matrix, for dtypes without a kernel (float64 on CUDA) and for double backward
-(`double_backward.py`).
+"""Unfused attention over all scores, forward and backward, for dtypes without a kernel (float64 on CUDA) and for double backward.
 
     scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
 

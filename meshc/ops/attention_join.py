@@ -1,4 +1,4 @@
-"""Merge of attention over several parts of the keys by log-sum-exp, where each rank has attended to its own keys.
+"""`meshc::attention_join`: merge by log-sum-exp of attention over parts of the keys, each computed by the rank that has the part.
 
     parts  [parts, batch, heads, q, head + 1]: for each part of the keys its output, followed by its log-sum-exp, in float32 or float64
     out  [batch, heads, q, head], lse  [batch, heads, q]: of attention over all keys

@@ -1,4 +1,4 @@
-"""CPU attention under a mask tensor that skips the keys which are masked for a whole block of queries.
+"""CPU attention under a mask tensor, forward and backward, without the keys that are masked for a whole block of queries.
 
     documents 0 0 0 0 1 1 1 2         keys 0 1 2 3 4 5 6 7        blocks of two queries, each with the keys from the first to the last
     of a row of the batch    query 0       # . . . . . . .         that any of its queries sees:

@@ -1,4 +1,4 @@
-"""Dispatch and combine of tokens to groups of experts with a bound on the rows of each group, per row of the batch.
+"""Operators that dispatch tokens to groups of experts and combine the results, with a bound on a group's rows per row of the batch.
 
     bounded_choices(choice [b, s, k], ...) -> expert [q, b, p], place [q, b, p]
     to_places(x [b, s, h], place) -> [q, b, p, h]                  the token of each place; zeros where there is none

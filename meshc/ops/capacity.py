@@ -1,4 +1,4 @@
-"""Expert capacity: the choices that each routed expert keeps, by position or by weight; all others become -1.
+"""Operators that limit routed experts to a capacity: choices beyond it, by position or by weight, become -1; counts of choices.
 
     counts_of_rows(choice [b, s, k], experts) -> [b, experts]                            how often each expert is chosen in a row
     first_choices(choice [b, s, k], before [b, experts], capacity) -> [b, s, k]          by position; `before`: chosen in front of these

@@ -1,4 +1,4 @@
-"""`meshc::ctc_loss`: connectionist temporal classification loss, one value per row.
+"""`meshc::ctc_loss`: connectionist temporal classification loss, one value per row; and torch's `ctc_loss` in terms of it.
 
     ctc_loss(log_probs, targets, frames, lengths, blank, zero_infinity) -> loss
     ctc_loss_backward(grad, log_probs, targets, frames, lengths, blank, zero_infinity) -> the gradient of log_probs

@@ -1,4 +1,4 @@
-"""`meshc::delta_rule`: the gated delta rule, a linear-attention recurrence over a matrix-valued state.
+"""`meshc::delta_rule`: the gated delta rule, linear attention with a matrix-valued state; and operators that compose stretches of steps.
 
     delta_rule(q, k, v, e, g, before) -> (out, last)       S[t] = exp(g[t]) (S[t-1] - k[t] (e[t] S[t-1])) + k[t] v[t]
                                                            out[t] = q[t] S[t]

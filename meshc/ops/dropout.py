@@ -1,4 +1,4 @@
-"""Torch's dropout functions in meshc operators, with two more keywords, `seed_step` and `call`."""
+"""Torch's dropout functions, and recurrent layers with dropout, in meshc operators, with two more keywords, `seed_step` and `call`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicated experts: copies of expert rows behind those of each group, and the choice of a copy for each token.
+"""Operators for replicated experts: rows of copies, sums of the gradients of copies, and the place of the copy for each token.
 
     choices_to_places(choice [t, k], copies [q, n], rows [t], each) -> [t, k]     a slot's own place, or one of its copies'
     copies_of(x [slots, ..], copies [q, n]) -> [q, n, ..]                         the rows that copies are of; -1, of none: zeros

@@ -1,4 +1,4 @@
-"""Routed experts in groups: dispatch of tokens to each group, products with its matrices, and combine.
+"""Operators for routed experts in groups: dispatch of tokens to each group, products with its matrices, and combine.
 
     group_choices(choice [t, k], groups, each, most) -> own [q, t, m], slot [q, t, m]     which experts of a group a token has chosen
     to_groups(x [t, h], own) -> [q, t, m, h]                                              a token's row for each of these; else zeros

@@ -1,4 +1,4 @@
-"""Expert slots: the map from expert numbers to positions in the stacked weights, and reordering by it.
+"""Operators for expert slots (positions in the stacked weights): slots of chosen experts, expert in each slot, weights in slot order.
 
     choices_to_slots(choice [.., k], slots [experts]) -> [.., k]        slots[choice]; -1, no expert, stays -1
     experts_by_slot(slots [experts]) -> [experts]                       the expert in each slot

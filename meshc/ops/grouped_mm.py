@@ -1,4 +1,4 @@
-"""Products of runs of rows, each with a matrix of its own, as routed experts are; and torch's functions for it written with them.
+"""`meshc::grouped_mm` and `grouped_outer`: products of runs of rows, each run with a matrix of its own; torch's grouped products by them.
 
     grouped_mm(rows [r, k], matrices [g, k, n], ends [g]) -> [r, n]       rows of run i times matrix i
     grouped_outer(left [r, k], right [r, n], ends [g]) -> [g, k, n]       of each run, the sum over its rows of left (x) right

@@ -1,4 +1,4 @@
-"""The fastest way to call an operator from generated code, where autograd and dispatch modes play no part."""
+"""Fastest callable that equals an operator on plain tensors, for generated code, where autograd and dispatch modes play no part."""
 
 from __future__ import annotations
 

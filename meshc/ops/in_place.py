@@ -1,4 +1,4 @@
-"""Tables of the operators that write into their operands: optimizer updates and operators that store state."""
+"""Tables of operators that update parameters and state: those that write in place; operands that the results of the others replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 over one tile of a tensor: the compiled CPU kernel, and the same arithmetic in plain torch.
+"""Draws and dropout of one tile by Philox-4x32-10: choice of the kernel, build of the CPU kernel, and the arithmetic in plain torch.
 
 `draw` is the entry point: it uses the Triton kernel on CUDA, the compiled kernel on the CPU, and torch where there is neither compiler nor
 Triton. All three give the same bits; docs/randomness.md has the definition. The compiled kernel is built once per machine, at first use,

@@ -1,4 +1,4 @@
-"""Table of torch's random functions: the number of draws per call, and the meshc functions that replace them."""
+"""Tables of torch's random functions: meshc functions that replace them, and those refused, with reasons; number of draws of a call."""
 
 from __future__ import annotations
 

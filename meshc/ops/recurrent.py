@@ -1,4 +1,4 @@
-"""Recurrent layers of torch as products of all positions and `meshc::rnn`: a program does not grow with the sequence.
+"""Torch's LSTM, GRU and RNN layers as a product over all positions and `meshc::rnn`: a program does not grow with the sequence.
 
     out, h, c = torch.lstm(x, (h, c), weights, ...)      for each layer and direction:    made = linear(x, w_ih, b_ih)
                                                                                            out, kept, last = rnn(made, w_hh, b_hh, before)

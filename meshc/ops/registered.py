@@ -1,4 +1,4 @@
-"""Sharding rules that users have registered for their own operators, as given.
+"""Registry of the sharding rules that users give for their own operators; and the overload that a name or function of theirs means.
 
 This module is below the compiler, which reads the rules (`meshc.rules.user_rules`), and the runtime, which compares them between
 ranks.

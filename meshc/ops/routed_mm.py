@@ -1,4 +1,4 @@
-"""Matrix products of rows with the matrix that each row chooses, for routed experts and rows in any order.
+"""`meshc::routed_mm` and `routed_outer`: product of each row with the matrix that it chooses, rows in any order, and its gradient.
 
     routed_mm(rows [r, k], matrices [g, k, n], choice [r]) -> [r, n]              row i times matrix choice[i]
     routed_outer(left [r, k], right [r, n], choice [r], count) -> [count, k, n]   for each choice, the sum over its rows of left (x) right

@@ -1,4 +1,4 @@
-"""Reverse scans along a dim, from its end: the gradients of `cumsum` and `logcumsumexp`.
+"""`meshc::cumsum_back` and `logcumsumexp_back`: scans from a dim's end, for the gradients of `cumsum` and `logcumsumexp`.
 
     cumsum_back(x, dim)          y[t] = sum of x[j] over j >= t
     logcumsumexp_back(x, dim)    y[t] = log of the sum of exp(x[j]) over j >= t

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with torch's signature, decomposed into operators that meshc knows.
+"""Torch's `scaled_dot_product_attention`, and attention that a model writes out, in operators that meshc knows.
 
     attention               without dropout, and with a mask that has no gradient
     explicit_attention      with dropout, or a bias that has a gradient

@@ -1,4 +1,4 @@
-"""`meshc::sum_of_parts`: marks a sum over microbatches whose steps are separate; the identity for a single microbatch."""
+"""`meshc::sum_of_parts`: a copy of a value, marked as one microbatch's term of a sum over all microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tile of a global tensor, as the random kernels count its elements."""
+"""Global indices of a tile's elements as a base and strides over merged dims, by which the random kernels number their draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelined turns over a split sequence: ranks process one part of the rows after another, from the state before.
+"""Turns of ranks along a split sequence: the part of the rows that a rank computes at each call, and `meshc::in_turn`, their join.
 
     turn      0        1        2        3            of 3 ranks, rows in 2 parts
     rank 0    part 0   part 1

@@ -1,4 +1,4 @@
-"""Routed experts on used rows only: dispatch, products and combine of as many rows as a group has choices.
+"""Operators for routed experts on used rows only: dispatch, products and combine of as many rows as a group has choices.
 
     used_rows(own [1, t, m], count) -> used [1, t * m], ends [count]              places with a choice, by expert; end of each expert's
     rows_of_tokens(x [t, h], used, chosen) -> [1, t * m, h]                       the token of each row

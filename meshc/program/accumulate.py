@@ -1,4 +1,4 @@
-"""Accumulation over microbatches: the kinds of keys for the parts, and the instruction that takes each into the whole.
+"""Accumulation over microbatches: for the key of a part, the key of the whole and the instruction that takes the part into it.
 
     part:g  ->  sum:g   added up             high:m  ->  largest:m   the larger of the two
     rows:y  ->  joined:y   one after another  low:m  ->  smallest:m

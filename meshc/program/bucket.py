@@ -1,4 +1,4 @@
-"""Bucketing of collectives: small all-reduces, gradients, gathers and reduce-scatters that travel as one message.
+"""Rewrite of a stage's graph: small all-reduces, those of gradients, gathers and reduce-scatters are joined into buckets, one message each.
 
     r1 = all_reduce(g1, ["dp"], "sum")        flat = cat([reshape(g1, [-1]), reshape(g2, [-1])])
     r2 = all_reduce(g2, ["dp"], "sum")        r = all_reduce(flat, ["dp"], "sum")

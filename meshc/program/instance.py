@@ -1,4 +1,4 @@
-"""Instances of a dynamic program: the same stages with numbers substituted for its symbolic sizes.
+"""Instances of a dynamic program: its stages with numbers for symbolic sizes; the sizes from shapes of inputs, and checks of sizes.
 
     t: "f32[batch n_batch/dp, seq n_seq]" = aten.reshape(x, [-(-n_batch // 2), n_seq])      at batch 7, seq 33
     t: "f32[batch 7/dp, seq 33]" = aten.reshape(x, [4, 33])

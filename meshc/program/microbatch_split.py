@@ -1,4 +1,4 @@
-"""Microbatch split of a training step's inputs: the rows of each tensor that a microbatch takes.
+"""Microbatch split of a training step: the rows of each input, and the start of each random draw, that a microbatch takes.
 
     x [8, 24], target [8], weight [10]     4 microbatches, dims (0, 0, None)     microbatch 1: x[2:4], target[2:4], weight
 

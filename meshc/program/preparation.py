@@ -1,4 +1,4 @@
-"""Preparation of gathers: the local operators (reshape, transpose, pad, slice, cat) between a stored value and its gather."""
+"""Preparation of gathers: tests for the local operators between a stored value and its gather, and the move of operands ahead of a node."""
 
 from __future__ import annotations
 

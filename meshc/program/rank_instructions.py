@@ -1,4 +1,4 @@
-"""Lowering of a pipeline schedule to the instructions of one rank.
+"""Lowering of a pipeline schedule to the instructions of one rank; their timeline items, and the values that each is the last to read.
 
     RECV:F0.1>1  F1.1                 recv(flow:h of microbatch 1, from rank 0)   run(forward_1, 1)   add(part:loss -> sum:loss)
     B1.1                              run(backward_1, 1)   add(part:g -> sum:g)   start(start_1_all_reduce)

@@ -1,5 +1,8 @@
-"""A report as one page of HTML, and its head for notebooks. The page asks for nothing of the network; its styles and its one script are in
-it, and its own policy lets no other script run. All data comes from `meshc/report/page.py`."""
+"""Rendering of a report as one self-contained page of HTML, with charts of memory and time, and of its head for notebooks.
+
+The page asks for nothing of the network; its styles and its one script are in it, and its own policy lets no other script run. All data
+comes from `meshc/report/page.py`.
+"""
 
 from __future__ import annotations
 

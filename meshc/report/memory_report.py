@@ -1,4 +1,4 @@
-"""Memory report of a rank: bytes by kind, over the call, and the largest values at the peak."""
+"""Memory report of a rank as text: bytes by kind, a chart of bytes over the call, and the largest values at the peak."""
 
 from __future__ import annotations
 

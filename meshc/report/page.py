@@ -1,4 +1,4 @@
-"""Data of a report page; `meshc/report/html.py` renders it as HTML.
+"""Data of a report page (plan, axes, time, memory, collectives, modules, values) from a program; `meshc/report/html.py` renders it.
 
 All figures are those of the summary, computed by the same functions.
 """

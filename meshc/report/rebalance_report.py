@@ -1,4 +1,4 @@
-"""Report of `program.rebalance`: imbalance of each layer before and after, and the experts that moved.
+"""New placement of a layer's experts for `program.rebalance`, and the report: imbalance before and after, and experts moved.
 
     experts, by what the busiest rank has in multiples of the mean: moved in 1 of 2 layers
       layer                       experts  ranks  before  after  moved  a rank gets

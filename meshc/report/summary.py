@@ -1,4 +1,4 @@
-"""Summary tables of a program: parameter shardings, collectives and their reasons, memory, predicted time.
+"""Summary of a program as text: shardings, collectives with reasons, memory, predicted time; list of collectives; table of factors.
 
 All figures come from the program's own graphs and from the device's figures; nothing is measured, and no process group is needed.
 """

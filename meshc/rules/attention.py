@@ -1,4 +1,4 @@
-"""Sharding rules of `meshc::attention`: batch, heads and queries may be split; keys are whole, or pass round a ring in blocks.
+"""Sharding rules of `meshc::attention` and its blocks: batch, heads and queries split; keys whole, in a ring, or left on their ranks.
 
 Under a causal mask a rank's queries must be a range, whose start is an argument of the operator. Where `propagate` has split the keys too,
 along the axis that splits the queries, blocks of keys pass round a ring (`ring.py`). The operators of blocks are never in a model; their

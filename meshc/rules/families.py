@@ -1,4 +1,4 @@
-"""The families of operators, and the record of an operator's target."""
+"""Record of an operator (rule, flops, index bounds, ...) by its target, from the tables of all families of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valid ranges of the indices by which operators read and write.
+"""Valid ranges of the indices by which operators read and write, and a test whether an index is provably within its range.
 
     embedding(weight [v, d], index)     0 <= index < v            index(x [a, b], [None, i])     -b <= i < b
     take(x [rows, v], index, ignore)    0 <= index < v, or ignore

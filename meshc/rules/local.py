@@ -1,4 +1,4 @@
-"""Interface of a rule's `lower`: the operator with local operands, and the tiles of its letters. `partition` implements it."""
+"""Interface by which a rule's `lower` emits an operator's per-rank code: operands, tiles, collectives. `partition` implements it."""
 
 from __future__ import annotations
 

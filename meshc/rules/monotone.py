@@ -1,4 +1,4 @@
-"""Monotone operators: the deferrals of maxima and minima past a call, as values of `Operator.monotone`.
+"""Functions for `Operator.monotone`: from a call, the deferrals of maxima and minima past an operator that rises or falls.
 
     relu(max over ranks of x)    =  max over ranks of relu(x)        it rises
     -(max over ranks of x)       =  min over ranks of -x             it falls

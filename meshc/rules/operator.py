@@ -1,4 +1,4 @@
-"""Declarations of operators: one record says all that meshc knows of an operator, in the file of its family.
+"""Type of the record of all that meshc knows of an operator (rule, linearity, flops, ...), and declaration of records by names.
 
     OPERATORS = declarations({
         "bmm": Operator(by_text("b m k, b k n -> b m n +k"), linear=EITHER, flops=product_flops),

@@ -1,4 +1,4 @@
-"""Sharding rules of optimizer updates: elementwise in parameter, gradient and state; numbers and step counters have no dims."""
+"""Sharding rules of optimizer updates, stored state (rounded or 8-bit) and squared norms: elementwise, but for the scales of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values pass round the ranks block by block, and no rank ever holds all of them.
+"""Lowering of attention to a ring: keys and values pass round the ranks block by block, and no rank ever holds all; flops of attention.
 
     out, lse = attention(q, k, v)       k1 = ring_shift(k, 1)   v1 = ring_shift(v, 1)       on their way ...
   becomes on 3 ranks                    out, lse = attention_block(q, k, v)                 ... meanwhile

@@ -1,4 +1,4 @@
-"""Sharding rules: letters for the dims of each operand and result of one operator, written like an einsum.
+"""Type of sharding rules: letters for the dims of one operator's operands and results; and rules from text written like an einsum.
 
     "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result partial (sum)
     "... c! -> ... c!"           c must be whole (a softmax); `...` stands for the leading dims

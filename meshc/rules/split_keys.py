@@ -1,4 +1,4 @@
-"""Attention to keys that stay on their ranks, for few queries: each rank attends to its own keys, and the results are joined.
+"""Lowering of attention with split keys that stay on their ranks, for few queries: each rank attends to its own, results are joined.
 
     out, lse = attention(q, k, v)           part, sums = attention_block(q, k, v)               to the rank's keys
                                             parts = all_gather(cat(part, sums))                 head + 1 numbers for each query and head

@@ -1,4 +1,4 @@
-"""Operators that accept the tiles of a split letter in any order (`meshc/ir/sharding.py`).
+"""Test whether an operator accepts the tiles of a split letter in any order, as zigzag order needs (`meshc/ir/sharding.py`).
 
 An operator without a lowering of its own gives the same result for any order of the positions along a letter that is neither whole nor tied
 to a window; nor does one of `Operator.any_order`, whose lowering uses the start of a tile along `major` letters only (an embedding's

@@ -1,4 +1,4 @@
-"""Turns of ranks along a split sequence: each rank hands its state on, for one part of the rows at a time.
+"""Lowering of steps along a split sequence to turns of ranks: a call for each turn, the state handed on, and the join of the results.
 
     rnn(x, ...) on 2 ranks, in 2 parts            turn 0               turn 1               turn 2
                                          rank 0   part 0 from before   part 1 from before

@@ -1,4 +1,4 @@
-"""Ring attention in zigzag order: under a causal mask every rank has equal work at each step.
+"""Lowering of causal attention to a ring in zigzag order, with equal work for every rank at each step; test whether that is possible.
 
     q, k, v = to_zigzag(q), ...                                     rank r has its first half, and the second one of rank n - 1 - r
     out, lse = attention_zigzag(q, k, v)                            blocks, shifts and merges as in `ring.py`

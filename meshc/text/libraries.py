@@ -1,4 +1,4 @@
-"""Operator libraries that a text may name besides torch and meshc: those the caller trusts, none by default.
+"""Allow-list of the operator libraries that a text may name besides torch and meshc: those the caller trusts, none by default.
 
 Kernels and fakes trust their arguments; for those of torch and meshc, `operators.txt` and `meshc/check` ensure that this is safe. For
 another library only its author can, so the reader of a program has to allow the library by name. The name never comes from the program.

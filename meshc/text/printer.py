@@ -1,4 +1,4 @@
-"""Printer of programs as text: Python syntax for readers, data for `meshc.text.parse`.
+"""Printer of programs, stages and types as text (Python syntax, data for `meshc.text.parse`); comments as data; hashes of texts.
 
     @ranks("dp=2,tp=4")
     def main(

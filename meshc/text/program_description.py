@@ -1,4 +1,4 @@
-"""Serialization of a program as plain data: texts of its stages, JSON for everything else.
+"""Serialization of a program as plain data, and back: texts of its stages, JSON for everything else.
 
     described(program)   {"mesh": "dp=2", "inputs": [{"kind": "parameter", "name": "up.weight", "type": "f32[ffn 32/tp, 8]"}, ...], ...}
     texts(program)       {"main": "def main(...): ..."}
