@@ -8,7 +8,7 @@ first query (a cache). `start`, the position at which a rank's tile of the queri
 
 Kernels: torch's blocked flash kernel on the CPU, those of `attention_cuda.py` on CUDA. Other cases: dropout and a bias that needs a
 gradient, `explicit_attention.py`; head sizes that differ, matmul, softmax, matmul in `sdpa.py`; offsets and windows, `attention_spans`;
-keys that a bias masks are skipped by `attention_hidden`.
+keys that a bias masks are skipped by `attention_masked_blocks`.
 """
 
 from __future__ import annotations

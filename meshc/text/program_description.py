@@ -1,8 +1,8 @@
 """Serialization of a program as plain data, and back: texts of its stages, JSON for everything else.
 
-    described(program)   {"mesh": "dp=2", "inputs": [{"kind": "parameter", "name": "up.weight", "type": "f32[ffn 32/tp, 8]"}, ...], ...}
+    describe_program(program)   {"mesh": "dp=2", "inputs": [{"kind": "parameter", "name": "up.weight", "type": "f32[ffn 32/tp, 8]"}, ...], ...}
     texts(program)       {"main": "def main(...): ..."}
-    read(...)            the program again: its text is the same, and nothing was executed
+    read_description(..)  the program again: its text is the same, and nothing was executed
 
 A saved program is this in files (`meshc.artifact`); ranks that take rank 0's program get it through the process group's store.
 """
