@@ -1,6 +1,6 @@
 """Serialization of a program as plain data, and back: texts of its stages, JSON for everything else.
 
-    describe_program(program)   {"mesh": "dp=2", "inputs": [{"kind": "parameter", "name": "up.weight", "type": "f32[ffn 32/tp, 8]"}, ...], ...}
+    describe_program(..)    {"mesh": "dp=2", "inputs": [{"kind": "parameter", "name": "up.weight", "type": "f32[8]"}, ...], ...}
     texts(program)       {"main": "def main(...): ..."}
     read_description(..)  the program again: its text is the same, and nothing was executed
 
