@@ -1,4 +1,4 @@
-"""Alternative options of one decision: their extra cost with neighbouring decisions adapted, and the terms that differ.
+"""Best alternatives to one decision of a choice: extra seconds with neighbours adapted, peak bytes, and the cost terms that differ.
 
     up_proj.weight is stored as [ffn/tp, hidden/dp]          chosen
                                 [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...

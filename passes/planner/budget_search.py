@@ -1,4 +1,4 @@
-"""Choices within a memory budget, by Lagrangian prices of a byte at moments of peak memory.
+"""Choices within a memory budget, and a lower bound on their seconds, by Lagrangian prices of a byte at moments of peak memory.
 
     price of a byte       raised from 0 until the cheapest choice fits, then narrowed between prices that fit and prices that do not
     bound                 of the weighted model, less price * budget; the highest is kept

@@ -1,4 +1,4 @@
-"""Operator pins for choices: few plan lines, true of all operators that they match, for all operators that need a pin.
+"""Pin lines of a plan for all operators that need one: few, and true of every operator that they match.
 
     model.layers.0.mlp.up_proj/forward/mm  ffn/tp
     model.layers.1.mlp.up_proj/forward/mm  ffn/tp            pin op:model.layers.*.mlp.up_proj: ffn/tp

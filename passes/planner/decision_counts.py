@@ -1,4 +1,4 @@
-"""Multiplicity of decisions and values in the whole model, where only a few layers were captured.
+"""Decisions and values of captured layers: multiplicity of each in the whole model, and decisions that must equal another layer's.
 
     forward    0 -> 1 -> 2 -> 3      repeated from layer to layer: values that block 1 makes for block 2
     backward   3 -> 2 -> 1 -> 0      values that block 2 makes for block 1

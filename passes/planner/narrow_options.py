@@ -1,4 +1,4 @@
-"""Options that a best choice may have, by sweeps, and by linear programs that restart their messages where sweeps stall.
+"""Narrowed search: options that a best choice may have, the best known choice and a lower bound, by sweeps and linear programs.
 
     sweep              one class at a time: stalls where several would have to change together
     linear program     over the pairs of forms of least cost, its charges near the messages

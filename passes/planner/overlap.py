@@ -1,4 +1,4 @@
-"""Objectives with overlap: communication that can be hidden behind computing counts for a part of its price.
+"""Cost model with overlap: communication that can be hidden behind computing counts for a part of its price.
 
     computing      |fwd ......|bwd ...............|adam|         overlaps with gathers of stored parameters and reductions of gradients
     hidden            |gather|  |reduce_scatter|                 counts for a part of its price, or for the time by which it slows

@@ -1,4 +1,4 @@
-"""Linear relaxation and branch and bound over the options that messages leave open (HiGHS, by scipy).
+"""Lower bound, shares and duals by a linear relaxation of a search, and a choice by branch and bound (HiGHS, by scipy).
 
 Columns, each in [0, 1]: an option of a class; for a leg, a pair of a given and a wanted form; a change of sharding that several legs share;
 a form that several legs keep alive at a moment. Rows: each class takes one option; the pairs of a leg with one given form add up to the

@@ -1,4 +1,4 @@
-"""Seconds of an operator on its tiles under each option, before there is a graph of tiles.
+"""Seconds of an operator, and bytes of its values, on a rank's tiles under each option, before there is a graph of tiles.
 
 An operator that `partition` lowers to others where a letter is split (a log-softmax over a split vocabulary, attention over some of its
 queries) is lowered here too, and the result is priced, collectives included. Other operators have the roofline of `cost/roofline.py`: work

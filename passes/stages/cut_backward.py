@@ -1,4 +1,4 @@
-"""Forward and backward as two stages, which autograd can run at different times.
+"""Cut: a program in autograd mode as a forward and a backward stage, with the values that forward saves for backward.
 
     forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
 

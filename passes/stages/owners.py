@@ -1,4 +1,4 @@
-"""Owners of parameters: the rank on which each is stored, and the messages between ranks once a call for that.
+"""Pipeline rank that stores each parameter, and the messages between ranks once a call for parameters, gradient sums and buffers.
 
     parameter:table   stored with the first stage that reads it      another stage that reads it receives it before the first microbatch
     sum:g of it       computed on another rank                        sent to the owner after the last

@@ -1,4 +1,4 @@
-"""Shape of a pipeline: number of stages, cuts, ranks of the stages, and schedule, by predicted time."""
+"""Candidate pipeline shapes (cuts, ranks of stages, schedule) with predicted seconds, the fastest first, and refused schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a step over M microbatches as stages, before, first, each and after.
+"""Microbatches: a step (gradient accumulation) or an inference as stages before, first, each and after, with a schedule.
 
     per-rank graph with the sequential axis mb          before:  values of no parameter and no microbatch (counts of labels)
                                                becomes  first:   sums over the whole batch that microbatches read, if there are any

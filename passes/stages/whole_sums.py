@@ -1,4 +1,4 @@
-"""Check of schedules under sums over all microbatches that backward reads: all forwards of a stage have to run before.
+"""Refusal of pipelines where backward would read a sum over all microbatches too early, or outside the stage that computes the sum.
 
     gpipe   rank 1:  F0 F1 F2 F3 B3 B2 B1 B0       sum:chosen has part:chosen of all microbatches before B3 reads it
     1f1b    rank 1:  F0 B0 F1 B1 ..                B0 would read a sum to which F1 adds later: refused

@@ -1,4 +1,4 @@
-"""Capture: the model as one torch-level graph, its open dims as sizes.
+"""Capture: the model as one torch-level graph, its open dims as symbolic sizes.
 
 The first pass. Where layers of the model stand for others (`passes/depth/prove_depth.py`), only those are traced. A step that is the mean
 of its microbatches is traced for one microbatch; the batch dims of its inputs are found from the forward of the whole batch.

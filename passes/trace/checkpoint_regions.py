@@ -1,4 +1,4 @@
-"""Checkpointed regions of the user's model: the region of each node, and whether its policy saves the value for backward.
+"""Tags of graph nodes for activation checkpoints: the user's region of each, and whether its policy saves the value for backward.
 
     x = checkpoint(layer, x, context_fn=partial(create_selective_checkpoint_contexts, [aten.mm.default]))
 

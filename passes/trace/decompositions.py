@@ -1,4 +1,4 @@
-"""Decompositions for AOTAutograd: operators whose rules are simpler in pieces.
+"""Table of decompositions for AOTAutograd, of operators whose sharding rules are simpler in pieces.
 
     out, mean, rstd = native_group_norm(x, w, b, N, C, HxW, groups, eps)
   becomes

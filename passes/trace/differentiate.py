@@ -1,4 +1,4 @@
-"""Differentiate: the operator graph with backward and loss, numbered draws of microbatches, and counts of experts."""
+"""Differentiate: one operator graph of forward and backward; of a training step with a constant loss tangent and counts of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients between backward and the update: hooks, gradient accumulation over calls, norm, clipping.
+"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, norm, clipping.
 
     g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 

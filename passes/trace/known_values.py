@@ -1,4 +1,4 @@
-"""Constant folding of values that depend on no parameter, input or buffer: positions, and the masks computed from them.
+"""Evaluation at compile time of values of no parameter, input or buffer: positions, and the masks computed from them.
 
     arange, le, where  ->  the tensor itself, with size 1 in dims that `expand` only repeats
 

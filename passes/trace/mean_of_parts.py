@@ -1,4 +1,4 @@
-"""Steps that are the mean of their microbatches: batch dims of inputs, draws and sums of a graph traced for one microbatch.
+"""Graph of one microbatch for steps that average over microbatches: input batch dims, scaled loss, marked sums, random draws as tiles.
 
     loss, grad_w                                                        the model on the whole batch
   becomes

@@ -1,4 +1,4 @@
-"""Copies of call results that a reader changes in place.
+"""Clones, inserted into a torch-level graph, of call results that a reader changes in place.
 
     out = weighed(q, k, v);  out += x               becomes              out = weighed(q, k, v);  copy = out.clone();  copy += x
 

@@ -1,4 +1,4 @@
-"""Tensors in memory-mapped files on the host's disk (`offload state: disk`), and the table of copies to where values are kept.
+"""Tensors in memory-mapped files on the host's disk (`offload state: disk`), and the function that copies to each offload tier.
 
     MESHC_DISK=/nvme    each tile is a file in that folder, mapped into memory: a copy to it writes, a copy from it reads, and the system
                         decides what of it is in memory meanwhile

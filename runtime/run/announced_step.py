@@ -1,4 +1,4 @@
-"""`meshc.TrainStep` as users construct it: announces the rank, so that other ranks learn when it ends."""
+"""`meshc.TrainStep` as users construct one: also announces this rank to the others, which then learn when this rank ends."""
 
 from __future__ import annotations
 

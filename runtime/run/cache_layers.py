@@ -1,4 +1,4 @@
-"""Layers of a key-value cache between calls of a program: buffers on the mesh, and how many rows and tokens are in use.
+"""Key-value cache layers for transformers' models: DTensor buffers between calls of a program, with counts of rows and tokens in use.
 
     DynamicCache(layers=[CacheLayer, CacheLayer, ...])     each: two DTensors [rows, heads, capacity, head], `rows` and `length` in use
 

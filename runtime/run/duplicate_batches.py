@@ -1,4 +1,4 @@
-"""Detection of data ranks that train on the same rows, though with inputs="local" each is to pass its own part of the batch.
+"""Warning for data ranks that train on the same rows, though with inputs="local" each is to pass its own part of the batch.
 
 A loader that is not set up for several ranks gives all of them the same rows, and the batch of a step is then several times smaller than
 it looks. Ranks compare digests until they have seen parts that differ, which is at the first call of most loops. The warning comes at the

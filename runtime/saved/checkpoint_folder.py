@@ -1,4 +1,4 @@
-"""Sharded checkpoints: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
+"""Sharded checkpoints, written and read: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
 
     state.json                format, mesh, seed and step; the type of each tensor, as in a program's text; size and header hash of each
                               file; and a hash of all this

@@ -1,4 +1,4 @@
-"""Expert rebalancing of a saved program between calls: `program.rebalance` where there is no model.
+"""Expert rebalancing of a saved program without a model: moves rows of weights and state by load between calls, and back at the end.
 
     begin      every expert is in its own place, by number, in the weights and in saved states
     between    by the tokens of each expert in the last call, rows of parameters and state move between ranks, and other experts are copied

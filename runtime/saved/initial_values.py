@@ -1,4 +1,4 @@
-"""First values of a compiled model, computed where they are stored: each rank its own tiles, without communication.
+"""Initial weights of a compiled model by the user's function: recorded without memory, then computed by each rank for its own tiles.
 
     fn(model)  recorded on every rank, on tensors without memory ──> compared between ranks ──> tiles computed, a tensor at a time
 """

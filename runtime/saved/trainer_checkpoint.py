@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer from which a compiled model's training is resumed.
+"""Optimizer, schedule and random states in checkpoints of transformers' Trainer, so that a compiled model's training can be resumed.
 
     checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own
                      optimizer.pt, scheduler.pt                 whole tensors, in the form that the Trainer reads

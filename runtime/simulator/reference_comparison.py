@@ -1,4 +1,4 @@
-"""Verification of a program on simulated ranks against the model itself on one device.
+"""Verification of a program on simulated ranks against the model on one device: each tensor's error and bound, the first wrong value.
 
 Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
 zero in exact arithmetic, and two correct orders of summation differ there by percents.

@@ -1,4 +1,4 @@
-"""Rounding sensitivity of the model on one device by Monte Carlo arithmetic: the least bound that a comparison can have.
+"""Random rounding mode for a model on one device (Monte Carlo arithmetic), and factors by which measured movement widens bounds.
 
 A norm over few values (batch norm over four images of one pixel) computes x - mean of values that are nearly equal: a rounding in the last
 place becomes a large part of the difference, the input of the next layers. So two correct programs that add in another order differ by

@@ -1,4 +1,4 @@
-"""Simulation of all ranks in one process, in lock step, without a process group.
+"""Simulation of a stage on all ranks in one process, in lock step, without a process group: outputs of each rank, or the deadlock.
 
 Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all
 members of its group have arrived at it, and reports which rank waits for which when none can go on. Padding that a program does not claim

@@ -1,4 +1,4 @@
-"""Simulation of a whole program: its schedule over global values, and the agreement of ranks on their results."""
+"""Simulation of a whole program on all ranks: global outputs from global inputs, and an error where copies of a tile differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a model before and after a store adopts it: its tensors and their places, agreement of ranks, values that are missing."""
+"""Refusal of models that changed since compilation or differ between ranks, for a store; places of tensors, marks of missing values."""
 
 from __future__ import annotations
 

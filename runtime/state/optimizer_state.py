@@ -1,4 +1,4 @@
-"""Optimizer with the live parameters and stored state of a program, in the form in which torch would have created it.
+"""Adoption of the user's optimizer: live parameters and stored state put into its groups and state, as torch would have created them.
 
 optimizer.param_groups[0]["params"][0]    the old parameter  ->  the live DTensor, in place
 optimizer.state[parameter]["exp_avg"]     nothing, or the state of a resumed optimizer  ->  a live DTensor over the stored state

@@ -1,4 +1,4 @@
-"""DualPipeV: the stages of ZB-V, with a main phase in which a forward of one stage runs with a backward of the other on the same rank.
+"""DualPipeV schedule: the stages of ZB-V; in its main phase a forward of one stage runs with a backward of the other on the same rank.
 
 Three ranks, six microbatches, the second stages in small letters:
 

@@ -1,4 +1,4 @@
-"""Weight gradients moved into the gaps of a schedule, where they take the least time.
+"""Faster pipeline schedule under given costs: as drawn, or with weight gradients moved into gaps, within the drawn one's memory.
 
 No action waits for a gradient of weights, so its place is free between the gradient of inputs before it and the forward that needs its
 memory. A schedule is written for stages of equal times and for enough microbatches. Under other costs, or with fewer, its forwards and

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards. Four ranks, four microbatches:
+"""GPipe schedule: all forwards, then all backwards. Four ranks, four microbatches:
 
     0  F0 F1 F2 F3                            B0    B1    B2    B3
     1     F0 F1 F2 F3                   B0    B1    B2    B3

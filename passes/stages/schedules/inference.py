@@ -1,4 +1,4 @@
-"""Inference: the forwards of `interleaved`. Four ranks with one stage each, four microbatches:
+"""Inference schedule: forwards alone, in the order of `interleaved`. Four ranks with one stage each, four microbatches:
 
     0  F0 F1 F2 F3
     1     F0 F1 F2 F3

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: rank r holds stages r, r + p, r + 2p, ..., and microbatches go round the ranks in groups.
+"""Interleaved 1F1B schedule: rank r holds stages r, r + p, r + 2p, ..., and microbatches go round the ranks in groups.
 
 Two ranks with two stages each, the second in small letters, four microbatches; a stage is half as long as it would be on four ranks:
 

@@ -1,4 +1,4 @@
-"""1F1B: each rank begins backwards as soon as it can, and then takes one forward and one backward in turn. Four ranks, six microbatches:
+"""1F1B schedule: backwards as soon as a rank can, then one forward and one backward in turn. Four ranks, six microbatches:
 
     0  F0 F1 F2 F3                   B0    F4 B1    F5 B2       B3       B4       B5
     1     F0 F1 F2             B0    F3 B1    F4 B2    F5 B3       B4       B5

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with backwards in two halves; gradients of weights fill gaps. Four ranks, six microbatches:
+"""ZB-H1 schedule: 1F1B with backwards in two halves; gradients of weights fill gaps. Four ranks, six microbatches:
 
     0  F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
     1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5

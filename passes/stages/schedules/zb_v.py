@@ -1,4 +1,4 @@
-"""ZB-V: rank r holds stages r and 2p - 1 - r, so that a microbatch goes down the ranks and comes back up, and its loss is on rank 0.
+"""ZB-V schedule: rank r holds stages r and 2p - 1 - r, so a microbatch goes down the ranks and back up, with its loss on rank 0.
 
 Three ranks, six microbatches, the second stages in small letters:
 
