@@ -1,4 +1,4 @@
-"""The command line: `meshc`, or `python -m meshc`.
+"""Command line `meshc`, or `python -m meshc`: one command is run; an error is one message on stderr and exit code 1.
 
     meshc compile model.py:build --mesh dp=2,tp=2 --out llama.meshc      no process group, no GPU needed
     meshc plan model.py:build --devices 512 --device h100 --node 8       which mesh and which plan, without any device

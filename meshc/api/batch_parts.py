@@ -1,4 +1,4 @@
-"""Row counts of the batch parts that ranks pass with inputs="local", exchanged before anything of the call runs.
+"""Row counts of batch parts that ranks pass with inputs="local", exchanged before a call runs, and shapes of the whole batch.
 
     rank 0  x [3, 8]     rank 1  x [2, 8]      both learn: 3 and 2 rows, all else the same
 

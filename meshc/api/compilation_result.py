@@ -1,4 +1,4 @@
-"""Result of one compilation on this rank, from its own passes or as data from rank 0."""
+"""Result of one compilation on this rank, from own passes or data of rank 0; programs and results as bytes for other ranks."""
 
 from __future__ import annotations
 

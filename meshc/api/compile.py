@@ -1,4 +1,4 @@
-"""`meshc.compile`."""
+"""`meshc.compile`: the `Program` of a module, TrainStep, function or ExportedProgram on a mesh, compiled now or at the first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled modules under autograd: called alone, backward by torch, and torch's own optimizer. Limits of this mode."""
+"""Refusals for compiled modules outside a TrainStep: unknown inputs, pipeline stages, gradients or state stored unlike parameters."""
 
 from __future__ import annotations
 

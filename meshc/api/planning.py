@@ -1,4 +1,4 @@
-"""Plan search for one model over several meshes of absent devices: traced once, factors computed once."""
+"""Plan search for one model over meshes of absent devices, traced once: plan, program and compared candidates, or the refusal."""
 
 from __future__ import annotations
 

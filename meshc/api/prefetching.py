@@ -1,4 +1,4 @@
-"""`meshc.prefetch`."""
+"""`meshc.prefetch`: the same batches in order, the next ones loaded by a thread and sent to the program's device during a step."""
 
 from __future__ import annotations
 

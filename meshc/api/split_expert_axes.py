@@ -1,4 +1,4 @@
-"""Expert axes split in two before compilation, one across nodes and one inside a node, when experts are on several nodes.
+"""Mesh and plan with each expert axis that crosses nodes split in two before compilation: one axis across nodes, one inside a node.
 
     Mesh("ep=16"), "ep: experts > batch"       on nodes of 8 ranks       Mesh("ep_across=2,ep_inside=8"), and an entry for each
 

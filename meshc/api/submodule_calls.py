@@ -1,4 +1,4 @@
-"""Programs for submodules that are called directly, outside of the compiled model's forward.
+"""Submodules of a compiled model with a program each for direct calls; refusal of pipeline stages, and warning of many programs.
 
     hidden = model.model(input_ids).last_hidden_state       a program of the decoder, over the model's parameters
     rewards = model.score(hidden)                           one of the head; gradients go through both

@@ -1,4 +1,4 @@
-"""Keys of calls with the current Python values that the traces of a model have read (`meshc.frontend.read_values`).
+"""Keys of calls, from the Python values that a model's traces have read (`meshc.frontend.read_values`), and texts of changed values.
 
     first call      nothing is known yet         compiled: what its trace has read is known from here on, and is part of its key
     like it         all as it was                the same key

@@ -1,4 +1,4 @@
-"""`meshc.verify`: a program compared with its model, in one process."""
+"""`meshc.verify`: report of all ranks, simulated in one process, compared with the model on one device; VerifyError if values are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshc run`: execution of a saved program without its model; under torchrun one process a rank."""
+"""`meshc run`: outputs, metrics and new state of a saved program, run on input files without the model; one process a rank."""
 
 from __future__ import annotations
 

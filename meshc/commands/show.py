@@ -1,4 +1,4 @@
-"""`meshc show`: a saved program as text, tables, figures or a picture."""
+"""`meshc show`: a saved program as text, tables, JSON or a picture of the predicted timeline; or a picture of a run's trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets, plans and options of commands, and text that is safe for a terminal."""
+"""Model, example inputs, plan and options read from the arguments of commands, and text escaped so that it is safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshc verify`: a saved program against its model, all ranks simulated in this process."""
+"""`meshc verify`: comparison of the values of a saved program and of its model, all ranks simulated in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of compiled regions that are never stored in memory: generated code computes each inside its only reader.
+"""Tests for values of compiled regions that are never stored in memory: generated code computes each inside its only reader.
 
     with region(0):
         mul: "f32[1024]" = aten.mul.Tensor(x, w)          one kernel, which reads x and w and writes tanh:

@@ -1,4 +1,4 @@
-"""Predicted seconds of collectives by the alpha-beta model: the fastest of the algorithms for each.
+"""Predicted seconds of collectives (the fastest algorithm for each), messages and host copies by the alpha-beta model, and the links used.
 
     seconds = overhead + steps * latency + bytes through a rank's link / bandwidth       S: bytes of the operand, of the result for a gather
 

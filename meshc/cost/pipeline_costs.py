@@ -1,4 +1,4 @@
-"""Predicted seconds of pipeline actions and messages between stages, from the per-rank graphs."""
+"""Predicted seconds of pipeline actions and messages, and bytes sent or kept by stages for each microbatch, from the per-rank graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live ranges of values in compiled regions, where they differ from the order of lines.
+"""Corrections of live ranges in compiled regions: later readers and kernels than the order of lines says, and memory that is reused.
 
     with region(3):                               in the backend's generated code
         w1 = reshape(slice(bucket, 1, 0, 8))      is copied before its first reader, or read in place, not at its line:

@@ -1,4 +1,4 @@
-"""Ownership checks of folders: nobody but this user and root can write there, by owners and modes."""
+"""Checks, by owners and modes, that only this user and root can write in a folder, which is created if missing; the fault as text."""
 
 from __future__ import annotations
 

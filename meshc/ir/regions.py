@@ -1,4 +1,4 @@
-"""Regions of a stage: runs of neighbouring nodes that are compiled as one function, marked by a number on each node.
+"""Regions of a stage: neighbouring nodes compiled as one function, marked by a number on each node, and why a node is in none.
 
     with region(2):
         mm: "f32[8, 4]" = aten.mm(x, w)

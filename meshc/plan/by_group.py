@@ -1,4 +1,4 @@
-"""Split of an axis with more ranks than key-value heads: one part for the heads, one for the queries of each head.
+"""Two mesh axes for one with more ranks than key-value heads: one splits the heads, the other the queries of each head.
 
     tp: heads, ffn                4 ranks, 2 key-value heads   becomes   tp_kv_heads: heads, ffn
     pin head.weight: vocab/tp, _  for 8 heads of queries                 tp_group: heads, ffn

@@ -1,4 +1,4 @@
-"""Split of an axis with a default entry and more ranks than heads: heads first, the rest a ring.
+"""Two mesh axes for one with a default entry whose ranks divide heads only in part: one splits heads, the other the sequence.
 
     mesh cp=4, nothing said of cp        6 heads        becomes    cp_seq: seq                        2 ranks
                                                                    cp_heads: heads@attention > seq    2

@@ -1,4 +1,4 @@
-"""Split of an axis that crosses nodes: `ep: experts > batch` over two nodes becomes an axis of nodes and one inside them.
+"""Two mesh axes for an expert axis that crosses nodes (one of nodes, one inside a node), and a plan with any axes replaced by parts.
 
     ep: experts > batch            4 ranks, 2 a node      becomes    ep_across: experts > batch
     pin w: experts/ep, _                                             ep_inside: experts > batch

@@ -1,4 +1,4 @@
-"""Cursor over one line of a plan, with the patterns of its words."""
+"""Cursor over one line of a plan: words taken by patterns, or a fault with the column and what to write there."""
 
 from __future__ import annotations
 

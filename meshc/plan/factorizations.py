@@ -1,4 +1,4 @@
-"""Factorizations: meshes that so many devices may be, few enough for each to be searched.
+"""Meshes that a given number of devices can form, as axes with sizes; few enough for each to be searched.
 
     factorizations(512, 8)
 

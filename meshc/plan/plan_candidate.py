@@ -1,4 +1,4 @@
-"""Candidate plan that a search has compared with others, with its results."""
+"""Candidate plan of a search: name and lines, predicted seconds, peak bytes, and the reason if it was rejected."""
 
 from __future__ import annotations
 

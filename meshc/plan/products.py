@@ -1,4 +1,4 @@
-"""Split of an axis by its entry: `cp: heads*seq@attention > seq` is two axes, one for each factor.
+"""Mesh axes for an entry of two factors, one axis for each: `cp: heads*seq@attention > seq` splits heads first, and then seq.
 
     cp: heads*seq@attention > seq       8 ranks, 4 heads        becomes on 4 ranks     cp_heads: heads@attention > seq
                                                                 and on 2               cp_seq: seq@attention > seq
