@@ -150,7 +150,7 @@ def unpack_program(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any
 
 
 def unpack_result(data: bytes, request: Request) -> CompilationResult:
-    """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
+    """Rank 0's program on another rank. Raises ArtifactError, or NotPlainData, for what this process does not have."""
     program, head = unpack_program(data, request.mesh)
     return replace(
         CompilationResult.from_data(program, request, output_tree_data.tree_from_json(head["tree"]), head, head["seconds"]), given=True

@@ -10,7 +10,7 @@ and so do all decisions. `meshc/ir/sizes.py` is for sizes that are unknown at co
 
 A followed number is an int or a float for `isinstance`, but not for the interpreter: whatever needs the plain value (an index, a text,
 numpy) converts it, which records that the number must be the same at other sizes. Functions of several numbers go through `largest` and
-`smallest` (a number), `computed` (a number, by any function) and `answer` (a decision, by any function).
+`smallest` (a number), `compute_tracked` (a number, by any function) and `answer` (a decision, by any function).
 """
 
 from __future__ import annotations

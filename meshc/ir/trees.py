@@ -4,7 +4,7 @@
     leaves({"logits": x, "past_key_values": cache})       x, the keys, the values
     torch.utils._pytree.tree_leaves(...)                  x, the cache: nothing of the process's own registry has changed
 
-A class is in torch's registry only while one of these functions runs, or inside `known()`, which is for torch's own code that walks trees.
+A class is in torch's registry only while one of these functions runs, or inside `registration()`, which is for torch's own code that walks trees.
 For a class that other code has registered with torch, that registration holds.
 """
 
@@ -26,7 +26,7 @@ Unflatten = Callable[[Any, Any], Any]
 
 _learned: Final[dict[type, tuple[Flatten, Unflatten, Flatten]]] = {}
 _inside: Final[list[list[type]]] = []
-"""For each open `known()` of any thread, the classes that it has registered; guarded by the lock."""
+"""For each open `registration()` of any thread, the classes that it has registered; guarded by the lock."""
 _lock = threading.RLock()
 
 
