@@ -4,8 +4,8 @@
     leaves({"logits": x, "past_key_values": cache})       x, the keys, the values
     torch.utils._pytree.tree_leaves(...)                  x, the cache: nothing of the process's own registry has changed
 
-A class is in torch's registry only while one of these functions runs, or inside `registration()`, which is for torch's own code that walks trees.
-For a class that other code has registered with torch, that registration holds.
+A class is in torch's registry only while one of these functions runs, or inside `registration()`, which is for torch's own code that walks
+trees. For a class that other code has registered with torch, that registration holds.
 """
 
 from __future__ import annotations
