@@ -98,8 +98,9 @@ class UpdatePlaces:
         """Moves members, with the nodes computed for them, behind the latest of their places."""
         at = max(map(self.position_of, members))
         own = {node for member in members for node in self._own(member)}
-        beside = (user for node in own for operand in node.all_input_nodes for user in operand.users)
-        norms = {one for one in beside if one.target is torch.ops.meshc.square_sum.default and self._ready_position(one) <= at}
+        square_sum = torch.ops.meshc.square_sum.default
+        beside = {user for node in own for operand in node.all_input_nodes for user in operand.users if user.target is square_sum}
+        norms = {norm for norm in beside if self._ready_position(norm) <= at}
         moving = sorted(own | norms, key=self.index.__getitem__)
         for node in moving:
             if self.index[node] > at:
