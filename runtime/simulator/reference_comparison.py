@@ -1,7 +1,7 @@
 """Verification of a program on simulated ranks against the model on one device: each tensor's error and bound, the first wrong value.
 
-Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
-zero in exact arithmetic, and two correct orders of summation differ there by percents.
+Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind), since some gradients are zero in
+exact arithmetic, where two correct orders of summation differ by percents.
 """
 
 from __future__ import annotations
@@ -41,23 +41,19 @@ from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Largest error by the dtype that values are computed in."""
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
 """Factor on the bound for parameters not updated by SGD: Adam divides a gradient by its own size plus eps, so the rounding of a gradient
 that is zero in exact arithmetic (a key's bias) is multiplied by lr / eps."""
-
-SQUARED = 10
-"""Factor on the bound for optimizer state: a second moment is a gradient's square."""
+SQUARED = 10  # likewise for optimizer state: a second moment is a gradient's square
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype | None], double: bool) -> float:
     """The bound for a model that computes in `dtypes`: that of the lowest precision among them."""
-    usual = TOLERANCE[torch.float64 if double else torch.float32]
-    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in LOW), default=usual)
+    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in LOW), default=TOLERANCE[torch.float64 if double else torch.float32])
 
 
 @dataclass
@@ -134,15 +130,14 @@ class Report:
                 "device: the model is sensitive there, the program is not at fault\n"
             )
         if lost:
-            wider = "" if self.tolerance <= TOLERANCE[torch.float64] else "verify(dtype=torch.float64), or "
+            wider = "verify(dtype=torch.float64), or " * (self.tolerance > TOLERANCE[torch.float64])
             text += f"{len(lost)} move so far on one device that a fault could hide there; what to do: {wider}larger batches\n"
         return text
 
 
 def _follows(kind: str) -> bool:
     """Whether tensors of a kind depend on an update: updated parameters, losses, all of a step behind the first."""
-    step = re.search(r"step (\d+)$", kind)
-    return kind.startswith(("loss of step", "parameter after step")) or step is not None and int(step[1]) > 0
+    return kind.startswith(("loss of step", "parameter after step")) or re.search(r"step 0*[1-9]\d*$", kind) is not None
 
 
 class SensitivityReport(Report):
@@ -161,13 +156,11 @@ class SensitivityReport(Report):
         first = {name: self.first.wanted[kind, name] for name in wanted}
         largest = max((_peak(value) for value in first.values()), default=0.0)
         for name, value in wanted.items():
-            moved = error(value, first[name], FLOOR * largest)
-            self.first.moved[kind, name] = max(moved, self.first.moved.get((kind, name), 0.0))
+            self.first.moved[kind, name] = max(error(value, first[name], FLOOR * largest), self.first.moved.get((kind, name), 0.0))
 
 
 def run_comparison(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
-    """Runs a comparison; if it exceeds the usual bounds, also measures the movement of the model's own results under roundings, in as many
-    runs as explain the errors, at most RUNS."""
+    """Runs a comparison; beyond the usual bounds, also measures how the model's own results move under roundings, in at most RUNS runs."""
     start = ModelSnapshot(reference.module)
     with double_by_default(reference.double):
         run(reference, report)
