@@ -87,7 +87,10 @@ def test_it_stands_in_for_each_family(name: str) -> None:
     assert found.torch_chunk_gated_delta_rule is theirs
 
 
-@pytest.mark.parametrize("around", [lambda: torch.autocast("cpu", torch.bfloat16), FakeTensorMode, lambda: torch.device("meta")])
+AROUND = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "fake": FakeTensorMode, "meta": lambda: torch.device("meta")}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_it_stands_in_whatever_is_around_the_first_compilation(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     monkeypatch.setattr(stock_scans, "_found", WeakKeyDictionary())
