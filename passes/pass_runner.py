@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from meshc.frontend.faults import phase as part
 from meshc.frontend.inner_transforms import restore_levels
+from meshc.frontend.skipped_work import call_in_large_frame
 from meshc.ir import KEY
 from meshc.ir.verify_graph import MalformedGraph, verify_graph, verify_meetings, verify_order
 from meshc.passes.phases.compilation_phase import CompilationPhase
@@ -35,7 +36,7 @@ def _run_verified(each: Pass[Given, Left], phase: Given, hook: Hook | None, stru
         if each.when is not None and not each.when(phase):
             left = cast(Left, phase)
         else:
-            left = each.run(phase)
+            left = call_in_large_frame(each.run, phase)
         seconds = time.process_time() - start
         structure.verify(left)
     left = replace(left, seconds={**left.seconds, each.name: seconds})

@@ -71,14 +71,25 @@ class ReadPlace:
         return ReadPlace(self.root, (*self.steps, *steps))
 
 
-def all_places_of(guards: Iterable[Any]) -> list[ReadPlace]:
-    """The places of a trace's guards."""
-    found: dict[ReadPlace, None] = {}
+def read_guards(guards: Iterable[Any]) -> tuple[list[ReadPlace], set[ReadPlace], list[str]]:
+    """Of a trace's guards: the places that it has read; those among them whose values it has taken for constants; Dynamo's names of
+    constants that have no place, in the model or in the user's files."""
+    by_name: dict[str, ReadPlace | None] = {}  # a dozen guards may have one source
+    places: dict[ReadPlace, None] = {}
+    constants: set[ReadPlace] = set()
+    without: dict[str, None] = {}
     for guard in guards:
-        place = place_of(guard.originating_source)
+        name = _name(guard.originating_source)
+        if name not in by_name:
+            by_name[name] = _parse_place(name)
+        place, (kind, given) = by_name[name], _kind(guard)
         if place is not None:
-            found |= dict.fromkeys((place, *_presence_places(place, guard), *shadows(place)))
-    return list(found)
+            places |= dict.fromkeys((place, *_presence_places(place, kind, given), *shadows(place)))
+            if kind in _CONSTANT:
+                constants.add(place)
+        elif kind in _CONSTANT and _is_users(name):
+            without[name.replace(_MODEL, MODEL)] = None
+    return list(places), constants, list(without)
 
 
 def watched_at_calls(places: Iterable[ReadPlace]) -> list[ReadPlace]:
@@ -90,12 +101,6 @@ def watched_at_calls(places: Iterable[ReadPlace]) -> list[ReadPlace]:
     return [place for place in found if place.steps]
 
 
-def constants_of(guards: Iterable[Any]) -> set[ReadPlace]:
-    """The places whose values a trace has taken for constants."""
-    found = {place_of(guard.originating_source) for guard in guards if _kind(guard)[0] in _CONSTANT}
-    return {place for place in found if place is not None}
-
-
 def _kind(guard: Any) -> tuple[str, list[object]]:
     """The name of a guard's kind, and its arguments."""
     make: Any = guard.create_fn
@@ -103,12 +108,6 @@ def _kind(guard: Any) -> tuple[str, list[object]]:
     if isinstance(make, functools.partial):
         make, given = make.func, [*make.keywords.values(), *make.args]
     return getattr(make, "__name__", ""), given
-
-
-def without_place(guards: Iterable[Any]) -> list[str]:
-    """Dynamo's names of constants of a trace that have no place, in the model or in the user's files."""
-    names = [str(_name(guard)) for guard in guards if _kind(guard)[0] in _CONSTANT and place_of(guard.originating_source) is None]
-    return [name.replace(_MODEL, MODEL) for name in dict.fromkeys(names) if _is_users(name)]
 
 
 def _is_users(name: str) -> bool:
@@ -120,18 +119,20 @@ def _is_users(name: str) -> bool:
     return not is_own(module) and "-packages" not in file and not file.startswith(STANDARD)
 
 
-def _name(guard: Any) -> str:
-    name = guard.originating_source.name
-    return name if isinstance(name, str) else str(name())
+def _name(source: Any) -> str:
+    return str(source.name if isinstance(source.name, str) else source.name())
 
 
 def place_of(source: Any) -> ReadPlace | None:
     """The place of a Dynamo source; None if it has none."""
-    text = source.name if isinstance(source.name, str) else source.name()
-    if not text:
+    return _parse_place(_name(source))
+
+
+def _parse_place(name: str) -> ReadPlace | None:
+    if not name:
         return None
     try:
-        return _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
+        return _place(ast.parse(name.replace(_EXPORTED, "ROOT"), mode="eval").body)
     except (_NotAPlace, SyntaxError):
         return None
 
@@ -150,9 +151,8 @@ class _NotAPlace(Exception):
     """Raised for a source that is no place of this kind."""
 
 
-def _presence_places(place: ReadPlace, guard: Any) -> Iterator[ReadPlace]:
-    """Places for the presence of a dict's key, or of an object's own attribute."""
-    kind, given = _kind(guard)
+def _presence_places(place: ReadPlace, kind: str, given: list[object]) -> Iterator[ReadPlace]:
+    """Places for the presence of a dict's key, or of an object's own attribute, by a guard's kind and arguments."""
     if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"):
         yield place.then((KEYS, None))
     name = next((one for one in given if isinstance(one, str)), None)
@@ -201,7 +201,7 @@ def _place(node: ast.expr) -> ReadPlace:
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):
             return _place(value).then((TYPE, None))
-    raise _NotAPlace(ast.unparse(node))
+    raise _NotAPlace
 
 
 def _with_root(place: ReadPlace) -> ReadPlace:

@@ -28,7 +28,7 @@ from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.libraries.stock_models import is_stock_file
 from meshc.frontend.omitted_checks import omit_checks
-from meshc.frontend.read_places import ReadPlace, all_places_of, constants_of, without_place
+from meshc.frontend.read_places import ReadPlace, read_guards
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 from meshc.replacements import replace_targets
@@ -157,8 +157,7 @@ def observe_side_effects() -> Iterator[TraceObservations]:
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.changes = _changes(self)  # of the last attempt
         seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
-        guards = TracingContext.get().guards_context.dynamo_guards
-        seen.places, seen.constants, seen.without_place = all_places_of(guards), constants_of(guards), without_place(guards)
+        seen.places, seen.constants, seen.without_place = read_guards(TracingContext.get().guards_context.dynamo_guards)
         return write(self, *args, **kwargs)
 
     def note_print(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

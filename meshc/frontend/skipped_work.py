@@ -1,4 +1,4 @@
-"""Contexts that skip needless work of torch and Python (guards, lookups, code texts, collections), a tenth to a fifth of a compilation.
+"""Contexts that skip needless work of torch and Python (guards, lookups, code texts, collections, page faults), a quarter of a compilation.
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export builds and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and discards them
@@ -9,6 +9,8 @@
                   be compiled again; a trace reads none of it, except for the sizes in an earlier call of the traced code
     collections   Python collects garbage each 700 objects, and now and then among all that the process has imported; a compilation creates
                   some hundred thousand objects, and nearly all of them live to its end
+    page faults   CPython keeps frames in chunks of 16 KiB; where a loop's calls cross the end of one, each call maps a chunk and unmaps it,
+                  which depends on how deep the caller's own stack is (3.11 and later)
 
 Each context restores torch's and Python's own behaviour at its end.
 """
@@ -18,13 +20,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, Final, TypeVar, cast
 
 from meshc.replacements import replace_targets
 
-OBJECTS = 100_000
-"""New objects before a garbage collection: some 20 MB of a graph's."""
+Result = TypeVar("Result")
+Given = TypeVar("Given")
+
+OBJECTS = 500_000
+"""New objects before a garbage collection: some 100 MB of a graph's."""
+FRAME_WORDS: Final = 70_000
+"""Words of a frame for which CPython maps a chunk of 1 MiB: the rest of it, 460 KiB, has some thousand frames."""
 
 
 @contextlib.contextmanager
@@ -101,6 +109,18 @@ def fewer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(young, *older)
+
+
+def _call(function: Callable[[Given], Result], given: Given) -> Result:
+    return function(given)
+
+
+_call_in_large_frame: Final = FunctionType(_call.__code__.replace(co_stacksize=FRAME_WORDS), globals())
+
+
+def call_in_large_frame(function: Callable[[Given], Result], given: Given) -> Result:
+    """`function(given)`, with room for its frames in one chunk."""
+    return cast(Result, _call_in_large_frame(function, given))
 
 
 def collect_garbage() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch._dynamo import funcname_cache, graph_region_tracker, symbolic_convert
 from torch._dynamo.guards import CheckFunctionManager
 
 import meshc
-from meshc.frontend.skipped_work import OBJECTS, fewer_collections, without_lookups
+from meshc.frontend.skipped_work import FRAME_WORDS, OBJECTS, call_in_large_frame, fewer_collections, without_lookups
 
 
 @pytest.fixture
@@ -47,6 +49,25 @@ def test_garbage_is_looked_for_more_rarely(young: int, inside: int) -> None:
         assert gc.get_threshold() == (inside, 7, 8)
         raise ZeroDivisionError
     assert gc.get_threshold() == (young, 7, 8)
+
+
+def test_calls_across_a_chunk_of_frames_map_no_memory() -> None:
+    """Somewhere on the way down each call of a loop maps a chunk; within one large frame none does."""
+
+    def deep(depth: int) -> int:
+        return 0 if depth == 0 else deep(depth - 1)
+
+    def faults(depth: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(200):
+            deep(1)
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return found if depth == 0 else max(found, faults(depth - 1))
+
+    assert call_in_large_frame(lambda _: sys._getframe(1).f_code.co_stacksize, None) == FRAME_WORDS
+    assert call_in_large_frame(faults, 150) < 200
+    with pytest.raises(ZeroDivisionError):
+        call_in_large_frame(lambda zero: 1 // zero, 0)
 
 
 def test_what_nobody_asks_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
