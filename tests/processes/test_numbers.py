@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)
 TOLD = 3  # the exit code of a rank that was told while it ran
 
 
-def go(way: str, ranks: int = 2) -> Run:
-    ended = launch("tests.processes.numbers:run", way, ranks=ranks, timeout_s=200)
+def go(way: str, ranks: int = 2, own_end: bool = False) -> Run:
+    ended = launch("tests.processes.numbers:run", way, ranks=ranks, timeout_s=200, own_end=own_end)
     assert not ended.timed_out, ended
     return ended
 
@@ -74,7 +74,7 @@ def test_another_size_on_one_rank() -> None:
 
 def test_a_run_that_is_over_before_anybody_looked() -> None:
     """It ends as it wants to, says at its end what was wrong, and does not exit with 0."""
-    ended = go("a_scheduler_on_one_rank")
+    ended = go("a_scheduler_on_one_rank", own_end=True)
     for end in ended.ranks:
         assert end.code == 1 and "no error" in end.out, ended
         assert "at its step 3, lr of group 0 is 0.05 on rank 0 and 0.1 on rank 1" in end.err, ended

@@ -66,19 +66,28 @@ INTERPRETERS: Final = 2
 
 
 def launch(
-    target: str, *arguments: str, ranks: int, torchrun: bool = False, timeout_s: float = 60, environment: Mapping[str, str] | None = None
+    target: str,
+    *arguments: str,
+    ranks: int,
+    torchrun: bool = False,
+    timeout_s: float = 60,
+    environment: Mapping[str, str] | None = None,
+    own_end: bool = False,
 ) -> Run:
-    """Runs `target` ("module:function") with `arguments` on `ranks` processes, one thread each, from the repository's root."""
+    """Runs `target` ("module:function") with `arguments` on `ranks` processes, one thread each, from the repository's root. `own_end`:
+    where the test is about how an interpreter ends."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         if torchrun:
             return _under_torchrun(["-m", "tests.runtime.launch", target, *arguments], ranks, timeout_s, variables, Path(folder))
-        return _forked(target, arguments, ranks, timeout_s, variables, Path(folder))
+        return _forked(target, arguments, ranks, timeout_s, variables, Path(folder), own_end)
 
 
-def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
+def _forked(
+    target: str, arguments: Sequence[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path, own_end: bool
+) -> Run:
     while len(_NURSERIES) < min(ranks, INTERPRETERS):
-        _NURSERIES.append(Nursery())
+        _NURSERIES.append(Nursery(len(_NURSERIES)))
     for nursery in _NURSERIES:
         nursery.wait()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
@@ -87,7 +96,8 @@ def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float,
     for rank in range(ranks):
         environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         nursery = _NURSERIES[rank % len(_NURSERIES)]
-        processes.append(nursery.start(target, arguments, environment, folder / f"{rank}.out", folder / f"{rank}.err"))
+        files = folder / f"{rank}.out", folder / f"{rank}.err"
+        processes.append(nursery.start(target, arguments, environment, *files, own_end))
     seconds = [0.0] * ranks
     running = set(range(ranks))
     timed_out = False

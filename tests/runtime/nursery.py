@@ -1,24 +1,30 @@
 """Ranks forked from processes that have imported everything: importing takes a rank longer than most of what it is started for.
 
-    nursery = Nursery()            an interpreter with hashes of its own, kept until pytest ends
+    nursery = Nursery(0)           an interpreter with hashes of its own, which all of pytest's workers share
     nursery.wait()                 until it has imported
-    child = nursery.start(...)     forks; the child runs as the main program, to the interpreter's own end
+    child = nursery.start(...)     forks; the child runs as the main program
     child.poll()                   None while it runs; negative if a signal ended it, as subprocess has it
 
-A nursery has one thread and as many children as are asked for. Its standard input and output are the line to the test: a request a line,
-answered by the child's process id, and another line when that child has ended, with its code. When the test's end is closed it ends.
+A nursery has one thread and as many children as are asked for. It listens at an abstract address of Linux, which is free again when it
+ends. A connection gets "ready"; then it has a request a line, answered by the child's process id, and another line when that child has
+ended, with its code. A nursery that nobody is connected to ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +36,7 @@ PRELOADED: Final = (
     "meshc.api.compile",
     "meshc.api.pretrained",
     "meshc.api.verification",
+    "meshc.passes.driver.compile_program",
     "pytest",
     "tests.models",
     "torch._functorch.aot_autograd",
@@ -39,16 +46,17 @@ PRELOADED: Final = (
 """What most ranks import. Importing starts no thread, which would be lost in a fork; `serve` makes sure."""
 LOOKS_S: Final = 0.01
 """Between two looks at whether a child has ended."""
+LINGERS_S: Final = 1.0
+"""How long a nursery is there that nobody is connected to."""
+STARTS_S: Final = 60.0
+"""How long an interpreter may take until it listens."""
 
 
 class Nursery:
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        assert self._process.stdout is not None
-        self._said = _Lines(self._process.stdout.fileno())
+    def __init__(self, number: int) -> None:
+        """`number`: which of those that the workers of this run of pytest share."""
+        self._line = _connected(f"\0meshc-nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{number}")
+        self._said = _Lines(self._line.fileno())
         self._ready = False
         self._codes: dict[int, int] = {}
 
@@ -57,10 +65,14 @@ class Nursery:
             assert next(self._said) == "ready"
             self._ready = True
 
-    def start(self, target: str, arguments: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Child:
+    def start(
+        self, target: str, arguments: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, own_end: bool
+    ) -> Child:
+        """`own_end`: to the interpreter's own end, which takes a third of a second of a processor; else until what was registered with
+        `atexit` has run."""
         request = {"target": target, "arguments": [*arguments], "environment": {**environment}, "out": str(out), "err": str(err)}
-        assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps(request) + "\n").encode())
+        request |= {"own_end": own_end}
+        self._line.sendall((json.dumps(request) + "\n").encode())
         while (said := next(self._said)) and not said.startswith("started "):
             self._hear(said)
         return Child(self, int(said.split()[1]))
@@ -75,6 +87,26 @@ class Nursery:
         ended, process_id, code = said.split()
         assert ended == "ended"
         self._codes[int(process_id)] = int(code)
+
+
+def _connected(address: str) -> socket.socket:
+    """A line to the nursery at an address, which is started unless another worker has done so."""
+    started, until = False, time.monotonic() + STARTS_S
+    while True:
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            line.connect(address)
+            return line
+        except ConnectionRefusedError:
+            line.close()
+            if time.monotonic() > until:
+                raise
+        if not started:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, "-m", __name__, address[1:]]
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            started = True
+        time.sleep(0.05)
 
 
 class Child:
@@ -112,42 +144,49 @@ class _Lines(Iterator[str]):
         return line.decode()
 
 
-def serve() -> dict[str, Any]:
+def serve(name: str) -> dict[str, Any]:
     """The nursery's life. It returns in the children alone, with what each was asked for."""
-    requests, replies = _Lines(os.dup(0)), os.dup(1)
-    os.dup2(2, 1)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError:
+        sys.exit()  # another worker's is there
+    listener.listen()
     put_stubs()
-    for name in PRELOADED:
-        importlib.import_module(name)
+    for module in PRELOADED:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 20, 20)  # as in tests/conftest.py: a sixth of what a rank takes to compile
-    os.write(replies, b"ready\n")
-    children: set[int] = set()
-    for line in _asked(requests, children, replies):
-        threads = os.listdir("/proc/self/task")
-        assert len(threads) == 1, f"{len(threads)} threads: they would be missing in the child"
-        process_id = os.fork()
-        if process_id == 0:
-            os.close(replies)
-            os.close(requests.fd)
-            return json.loads(line)
-        children.add(process_id)
-        os.write(replies, f"started {process_id}\n".encode())
-    sys.exit()
-
-
-def _asked(requests: _Lines, children: set[int], replies: int) -> Iterator[str]:
-    """The requests as they come; meanwhile it says which children have ended."""
+    lines: dict[socket.socket, _Lines] = {}
+    askers: dict[int, socket.socket] = {}
     while True:
-        if requests.there(LOOKS_S if children else None):
-            line = next(requests, None)
-            if line is None:
-                return
-            yield line
-        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            children.remove(ended[0])
-            os.write(replies, f"ended {ended[0]} {os.waitstatus_to_exitcode(ended[1])}\n".encode())
+        ready = select.select([listener, *lines], [], [], LOOKS_S if askers else LINGERS_S)[0]
+        if not (ready or lines or askers):
+            sys.exit()
+        if listener in ready:
+            line = listener.accept()[0]
+            line.sendall(b"ready\n")
+            lines[line] = _Lines(line.fileno())
+        for asker in ready:
+            if asker is listener:
+                continue
+            asked = next(lines[asker], None)
+            if asked is None:
+                del lines[asker]
+                continue
+            threads = os.listdir("/proc/self/task")
+            assert len(threads) == 1, f"{len(threads)} threads: they would be missing in the child"
+            process_id = os.fork()
+            if process_id == 0:
+                for line in (listener, *lines):
+                    line.close()
+                return json.loads(asked)
+            askers[process_id] = asker
+            asker.sendall(f"started {process_id}\n".encode())
+        while askers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with contextlib.suppress(OSError):  # whoever asked is gone
+                askers.pop(ended[0]).sendall(f"ended {ended[0]} {os.waitstatus_to_exitcode(ended[1])}\n".encode())
 
 
 def become(request: dict[str, Any]) -> None:
@@ -161,7 +200,13 @@ def become(request: dict[str, Any]) -> None:
     module, _, function = request["target"].partition(":")
     sys.argv[1:] = [request["target"], *request["arguments"]]
     getattr(importlib.import_module(module), function)(*request["arguments"])
+    if not request["own_end"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    become(serve())
+    become(serve(sys.argv[1]))
