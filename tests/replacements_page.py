@@ -33,6 +33,8 @@ hooks, `torch._dynamo.config.patch`, `sys.excepthook`), nor are attributes of a 
 
 def names_in(text: str) -> Iterator[str]:
     """Names of the registry in a file's calls; where one is no literal, the file's own strings are looked through."""
+    if not any(name in text for name in CALLS):
+        return
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in CALLS:
