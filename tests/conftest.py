@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,20 @@ os.environ["MESHC_DEVICES"] = os.devnull
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests with one mark are asked for, files without it need not be imported, which takes longer than reading them."""
+    """Where only tests with one mark are asked for, files and folders without it need not be imported, which takes longer than reading
+    them."""
     mark = str(config.getoption("markexpr")).partition(" ")[0]
-    if mark in ("processes", "alone") and collection_path.match("test_*.py"):
-        return True if f"mark.{mark}" not in collection_path.read_text() else None
-    return None
+    if mark not in ("processes", "alone") or not (collection_path.is_dir() or collection_path.match("test_*.py")):
+        return None
+    return None if _has_mark(collection_path, mark) else True
+
+
+@cache
+def _has_mark(path: Path, mark: str) -> bool:
+    """Whether a test file, or one in a folder, mentions a mark."""
+    if path.is_dir():
+        return any(_has_mark(file, mark) for file in path.rglob("test_*.py"))
+    return f"mark.{mark}" in path.read_text()
 
 
 def pytest_collection_finish() -> None:
@@ -38,6 +48,6 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is listed in tests/broad.txt, before `-m` asks, and has quick files run first."""
     for item in items:
-        if budget.is_listed(item.nodeid, budget.listed()):
+        if budget.is_listed(item.nodeid, budget.listed()) and not budget.by_hand(item):
             item.add_marker(pytest.mark.broad(listed=True))
     items[:] = budget.in_order(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -28,7 +28,7 @@ SECONDS = {
     ],
 )
 def test_the_most_expensive_moves_first_and_cases_before_tests(limit: int, moved: list[str]) -> None:
-    assert budget.decide(SECONDS, {"tests/one": limit}) == [f"tests/one/test_a.py::{name}" for name in moved]
+    assert budget.decide(SECONDS, {"tests/one": limit}, whole=1.0) == [f"tests/one/test_a.py::{name}" for name in moved]
 
 
 def test_what_moves_whole_is_listed_once() -> None:

@@ -37,11 +37,8 @@ from meshc.runtime.state import adoption, state_dicts
 from tests.models import mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh
-from tests.runtime.launch import Run, launch
+from tests.runtime.launch import BUSY_S, PROMISED_S, Run, launch
 
-PROMISED_S: Final = 10
-BUSY_S: Final = 15
-"""What a busy machine may add."""
 TORCHRUN_S: Final = 40
 """What torchrun may add: 30 s for which it waits that a stopped rank heeds its SIGTERM, and its own end."""
 LIMIT_S: Final = 120

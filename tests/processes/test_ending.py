@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.broad import broad
-from tests.processes.ending import BUSY_S, PROMISED_S
-from tests.runtime.launch import Run, launch
+from tests.runtime.launch import BUSY_S, PROMISED_S, Run, launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)]
 

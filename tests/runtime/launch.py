@@ -60,6 +60,11 @@ class Run:
         return "\n".join(lines)
 
 
+PROMISED_S: Final = 10
+"""How soon ranks end after one of them has, as docs/trust.md promises."""
+BUSY_S: Final = 15
+"""What a busy machine may add."""
+
 _NURSERIES: Final[list[Nursery]] = []
 """Ranks take them in turn: two are enough to have ranks whose hashes differ, and importing takes each some seconds."""
 INTERPRETERS: Final = 2

@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -29,14 +30,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests.zoo.libraries.stubs import put_stubs
-
 ROOT: Final = Path(__file__).resolve().parents[2]
 PRELOADED: Final = (
     "meshc.api.compile",
     "meshc.api.pretrained",
     "meshc.api.verification",
-    "meshc.passes.driver.compile_program",
+    "meshc.passes",
     "pytest",
     "tests.models",
     "torch._functorch.aot_autograd",
@@ -152,9 +151,11 @@ def serve(name: str) -> dict[str, Any]:
     except OSError:
         sys.exit()  # another worker's is there
     listener.listen()
-    put_stubs()
+    importlib.import_module("tests.zoo.libraries.stubs").put_stubs()  # what imports torch is imported here alone: pytest's workers wait
     for module in PRELOADED:
         importlib.import_module(module)
+    for found in pkgutil.walk_packages(sys.modules["meshc.passes"].__path__, "meshc.passes."):
+        importlib.import_module(found.name)
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 20, 20)  # as in tests/conftest.py: a sixth of what a rank takes to compile
