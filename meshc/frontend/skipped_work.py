@@ -1,4 +1,4 @@
-"""Contexts that skip needless work of torch and Python (guards, lookups, code texts, collections, page faults), a quarter of a compilation.
+"""Contexts that skip needless work of torch and Python: guards (a fifth of a compilation), lookups, code texts, collections, page faults.
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export builds and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and discards them

@@ -135,7 +135,10 @@ class _Lines(Iterator[str]):
 
     def __next__(self) -> str:
         while b"\n" not in self._left:
-            more = os.read(self.fd, 1 << 16)
+            try:
+                more = os.read(self.fd, 1 << 16)
+            except ConnectionResetError:  # the other end was killed before it had read everything
+                more = b""
             if not more:
                 raise StopIteration
             self._left += more
@@ -167,7 +170,7 @@ def serve(name: str) -> dict[str, Any]:
             sys.exit()
         if listener in ready:
             line = listener.accept()[0]
-            line.sendall(b"ready\n")
+            _tell(line, "ready")
             lines[line] = _Lines(line.fileno())
         for asker in ready:
             if asker is listener:
@@ -184,10 +187,14 @@ def serve(name: str) -> dict[str, Any]:
                     line.close()
                 return json.loads(asked)
             askers[process_id] = asker
-            asker.sendall(f"started {process_id}\n".encode())
+            _tell(asker, f"started {process_id}")
         while askers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with contextlib.suppress(OSError):  # whoever asked is gone
-                askers.pop(ended[0]).sendall(f"ended {ended[0]} {os.waitstatus_to_exitcode(ended[1])}\n".encode())
+            _tell(askers.pop(ended[0]), f"ended {ended[0]} {os.waitstatus_to_exitcode(ended[1])}")
+
+
+def _tell(asker: socket.socket, line: str) -> None:
+    with contextlib.suppress(OSError):  # a worker that is gone takes no others with it
+        asker.sendall(f"{line}\n".encode())
 
 
 def become(request: dict[str, Any]) -> None:
