@@ -57,6 +57,7 @@ SOUND = [
     ('y: "f32[batch 8/dp/mb, width 8]" = shard(p, 0, 2, m)',),
     ('y: "f32[batch 4/dp, width 8]" = shard(p, 0, 2, m)',),  # rows of a microbatch, whose sizes these are
     ('y: "f32[batch 8, width 8] partial(sum: dp, sum: tp)" = keep_first(w, n)',),
+    ('y: "f32[batch 8, width 8] partial(sum: dp)" = aten.full([8, 8], 0)', 'z: "f32[batch 8, width 8]" = all_reduce(y, ["dp"], "sum")'),
     ('y: "f32[batch 8, width 8]" = broadcast(w, ["dp"], 1)',),
     ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, first)', 'z: "i64[rows 4]" = aten.add.Tensor(four, 1)'),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, first)',),
@@ -96,6 +97,8 @@ WRONG = [
     ('y: "f32[batch 8/dp, width 8] partial(sum: tp)" = keep_first(p, r)', "it keeps what the first rank has, and r is no rank's number"),
     ('y: "f32[batch 8/dp, width 8]" = keep_first(p, 1)', "it keeps what the first rank has, and 1 is no rank's number"),
     ('y: "f32[batch 8/dp, width 8] partial(sum: tp)" = keep_first(p, 0)', "its operator makes it partial over nothing, declared is partial(sum: tp)"),
+    ('y: "f32[batch 8, width 8] partial(sum: dp)" = aten.full([8, 8], 1)', "its operator makes it partial over nothing, declared is partial(sum: dp)"),
+    ('y: "f32[batch 8, width 8] partial(max: dp)" = aten.full([8, 8], 0)', "its operator makes it partial over nothing, declared is partial(max: dp)"),
     # positions, and what is drawn for them: from the start of the tile on
     ('y: "i64[batch 8/dp]" = aten.arange(4)', "its operator makes dim 0 [4], declared is [batch 8/dp]"),
     ('y: "i64[1, batch 8/dp]" = aten.reshape(four, [1, 4])', "it is a view of [4], whose elements do not lie as [1, batch 8/dp] says"),

@@ -13,7 +13,6 @@ import meshc
 from meshc.frontend.listed_experts import formed_experts, listed_experts, loop_of, looped_expert_counts, unchosen_parameters
 from meshc.program.program import PlainProgram
 from meshc.report import summary
-from tests.broad import broad
 from tests.one_trace import one_trace, patches_behind, traces  # noqa: F401
 
 EXPERTS, WIDTH, HIDDEN = 6, 8, 12
@@ -145,21 +144,12 @@ def test_choices_that_are_passed_over_count_nothing() -> None:
         torch.testing.assert_close(layer(*given), wanted)
 
 
-@pytest.mark.parametrize(
-    "kind, mesh, microbatches",
-    [
-        ("Eager", "ep=2", None), broad("Eager", "dp=2", None), broad("Eager", "ep=2,tp=2", None), broad("Matmul", "dp=2,ep=2", None),
-        broad("Matmul", "ep=4", 2), broad("Eager", "ep=3", 2),
-    ],
-)  # fmt: skip
-def test_a_step_equals_one_device(kind: str, mesh: str, microbatches: int | None) -> None:
-    found = trained(kind, mesh, microbatches)
-    if mesh == "ep=2":
-        name = "experts.0.down_proj"
-        assert isinstance(found.compiled, PlainProgram)
-        sharding = found.compiled.port(f"parameter:{name}").sharding
-        assert sharding is not None and [part.axes for part in sharding.dims[0]] == [("ep",)]
-        assert not any(use.axes == ("ep",) and "group_outer" in use.reason for use in summary.collectives(found.compiled))
+def test_experts_lie_by_expert_and_their_gradients_are_not_added_up_over_it() -> None:
+    found = trained("Eager", "ep=2")
+    assert isinstance(found.compiled, PlainProgram)
+    sharding = found.compiled.port("parameter:experts.0.down_proj").sharding
+    assert sharding is not None and [part.axes for part in sharding.dims[0]] == [("ep",)]
+    assert not any(use.axes == ("ep",) and "group_outer" in use.reason for use in summary.collectives(found.compiled))
     verified = meshc.verify(found, dtype=torch.float64)
     assert verified.ok, verified
 
@@ -169,11 +159,6 @@ def test_fewer_rows_than_ranks_and_microbatches_want_are_said_so() -> None:
     with pytest.raises(meshc.CompileError, match=said) as raised:
         trained("Eager", "ep=4", microbatches=2, rows=4)
     assert "what to do: microbatches=1, or 8 rows" in str(raised.value)
-
-
-@pytest.mark.broad
-def test_a_capacity_is_of_them_too() -> None:
-    assert meshc.verify(trained("Eager", "ep=2", expert_capacity=0.75), dtype=torch.float64).ok
 
 
 class Whole(Matmul):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import meshc
 from meshc.frontend.expert_bias import BIAS, biases_of, updated_bias
 from tests.broad import broad
-from tests.meaning.test_moved_experts import adamw, begun, one_step
+from tests.meaning.test_placed_experts import adamw, begun, one_step
 from tests.models import Case
 from tests.zoo.experts import FAMILIES
 
@@ -76,20 +76,6 @@ def test_a_step_leaves_what_is_counted_by_hand(mesh: str, microbatches: int | No
     for name, bias in wanted.items():
         assert not torch.equal(bias, found.model.get_buffer(name))
         torch.testing.assert_close(values[f"buffer:{name}"], bias, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "family, mesh, microbatches, options",
-    [
-        broad("deepseek_v3", "ep=4", None, {}), broad("deepseek_v3", "ep=2,tp=2", None, {}), broad("deepseek_v3", "pp=2,ep=2", 2, {}),
-        broad("deepseek_v3", "dp_shard=2,ep=2", None, {}), broad("glm4_moe", "dp=2,ep=2", None, {}), broad("glm4_moe", "dp=2", 2, {}),
-        broad("deepseek_v3", "ep=2", 2, {"batch_mix": "mean_of_parts"}),
-    ],
-)  # fmt: skip
-def test_three_steps_equal_one_device(family: str, mesh: str, microbatches: int | None, options: dict[str, Any]) -> None:
-    """Whose biases are changed between steps, so that later ones choose by them."""
-    report = meshc.verify(compiled(double(family), mesh, microbatches, **options), dtype=torch.float64)
-    assert report.ok and sum("buffer after step" in kind for kind, _, _ in report.rows) == 3
 
 
 @pytest.mark.broad

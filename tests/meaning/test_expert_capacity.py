@@ -24,32 +24,6 @@ def compiled(found: Case, mesh: str, microbatches: int | None = None, plan: str 
     return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(**options), kwargs=found.call_kwargs, **said)
 
 
-PASSED = {"overflow": "pass", "expert_priority": "weight"}
-GROUPS = {"expert_group": 6}
-
-
-@pytest.mark.parametrize(
-    "family, mesh, options",
-    [
-        ("mixtral", "dp=2,ep=2", {}),
-        broad("gpt_oss", "cp=2,ep=2", PASSED), broad("mixtral", "ep=4", PASSED), broad("mixtral", "cp=3", {}),
-        broad("mixtral", "pp=2,ep=2", {}),
-        broad("mixtral", "dp=2,tp=2", GROUPS), broad("olmoe", "ep=3", {}), broad("deepseek_v3", "ep=2,tp=2", PASSED),
-        broad("phimoe", "dp_shard=2,ep=2", {}), broad("qwen3_moe", "dp=2,cp=2", GROUPS), broad("granitemoe", "ep=2", {"expert_group": 24}),
-    ],
-)  # fmt: skip
-def test_equals_one_device(family: str, mesh: str, options: dict[str, Any]) -> None:
-    found = shallow(family) if (family, mesh) == ("mixtral", "dp=2,ep=2") else FAMILIES[family].case(family)
-    verified = meshc.verify(compiled(found, mesh, expert_capacity=0.75, **options), dtype=torch.float64)
-    assert verified.ok, verified
-
-
-@pytest.mark.parametrize("mesh", [broad("dp=2"), broad("ep=2"), broad("pp=2")])
-def test_microbatches_drop_the_same(mesh: str) -> None:
-    verified = meshc.verify(compiled(FAMILIES["deepseek_v3"].case("deepseek_v3"), mesh, 2, expert_capacity=0.75), dtype=torch.float64)
-    assert verified.ok, verified
-
-
 def by_hand(choice: Tensor, order: list[list[int]], capacity: int) -> list[list[int]]:
     """What is taken of choices [b, n], asked in this order, one at a time."""
     found = choice.tolist()

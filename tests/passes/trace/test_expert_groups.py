@@ -21,7 +21,6 @@ from tests.broad import broad
 from tests.models import Case
 from tests.zoo.experts import FAMILIES, shallow
 
-MESHES = ("ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2", "dp_shard=2,ep=2", "pp=2,ep=2")
 BOTH = "dp: experts@*.mlp.experts > batch\ntp: experts@*.mlp.experts > heads, ffn"
 
 
@@ -88,40 +87,10 @@ def test_a_plan_splits_experts_over_axes_that_attention_has_for_itself() -> None
     assert [axes for dim in lies(found, "model.layers.0.self_attn.q_proj.weight") for axes in dim if axes] == [("tp",)]
 
 
-ORDINARY = {("mixtral", "ep=2")}
-
-
-@pytest.mark.parametrize(
-    "family, mesh", [(f, m) if (f, m) in ORDINARY else broad(f, m) for f in FAMILIES for m in MESHES]
-)  # fmt: skip
-def test_a_step_equals_one_device(family: str, mesh: str) -> None:
-    make = shallow if (family, mesh) in (("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")) else case
-    verified = meshc.verify(trained(make(family), mesh), dtype=torch.float64)
-    assert verified.ok, verified
-
-
-@pytest.mark.parametrize("family", [broad(f) for f in FAMILIES])
-def test_experts_over_two_axes_equal_one_device(family: str) -> None:
-    verified = meshc.verify(trained(case(family), "dp=2,tp=2", BOTH.replace("*.mlp.experts", "*.experts")), dtype=torch.float64)
-    assert verified.ok, verified
-
-
 @pytest.mark.parametrize("family, make", [broad("mixtral", shallow), broad("qwen3_moe", case), broad("gpt_oss", case)])
 def test_inference_and_autograd_equal_one_device(family: str, make: Callable[[str], Case]) -> None:
     found = make(family)
     assert meshc.verify(meshc.compile(found.model.eval(), meshc.Mesh("dp=2,ep=2"), kwargs=found.call_kwargs), dtype=torch.float64).ok
-
-
-@pytest.mark.parametrize("lean", [broad(1e3), broad(0.0)])
-def test_all_tokens_on_one_rank(lean: float) -> None:
-    """Experts 0 and 1 of 4 are chosen by whoever has a positive first feature, 2 and 3 by the others; or all are equal."""
-    found = case("mixtral")
-    with torch.no_grad():
-        for name, parameter in found.model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter.zero_()
-                parameter[:2, 0] = lean
-    assert meshc.verify(trained(found, "ep=2"), dtype=torch.float64).ok
 
 
 def test_what_a_group_was_not_handed_is_neither_read_nor_counted() -> None:
