@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +86,12 @@ def recording() -> DynamicCache:
     return cache
 
 
+def offloaded() -> DynamicCache:
+    """Made on a machine without a GPU too, where a torch for CUDA has no stream to copy on."""
+    with mock.patch.object(torch, "Stream"):
+        return DynamicCache(offloading=True)
+
+
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16)
 
 
@@ -92,7 +99,7 @@ CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16)
     "kwargs, words",
     [
         ({"cache": recording()}, "is to take tokens back"),
-        ({"cache": DynamicCache(offloading=True)}, "offloaded to the host"),
+        ({"cache": offloaded()}, "offloaded to the host"),
         ({"cache": DynamicCache(), "labels": IDS}, "it has labels"),
         ({"cache": DynamicCache(), "use_cache": False}, "use_cache=False"),
         ({"cache": DynamicCache(), "return_dict": False}, "return_dict=False"),
