@@ -371,8 +371,13 @@ def _set(entry: Replacement, owner: Any, attribute: str, value: Any) -> Callable
     if entry.is_table:
         return _set_entries(getattr(owner, attribute), value)
     before = vars(owner).get(attribute, _ABSENT)
+    stack = ExitStack()
+    stack.callback(partial(delattr, owner, attribute) if before is _ABSENT else partial(setattr, owner, attribute, before))
     setattr(owner, attribute, value)
-    return partial(delattr, owner, attribute) if before is _ABSENT else partial(setattr, owner, attribute, before)
+    table = vars(owner).get("tp_methods", {})  # from torch 2.14 on Dynamo's variables look their methods up in it
+    for name in [name for name, method in table.items() if method.handler is before]:
+        stack.callback(_set_entries(table, {name: type(table[name])(value)}))
+    return stack.close
 
 
 def _set_entries(table: Any, values: Mapping[Any, object]) -> Callable[[], None]:

@@ -83,6 +83,24 @@ def test_contexts_nest_and_entries_of_a_table_are_restored() -> None:
     assert ("a", "b") not in _KL_MEMOIZE  # type: ignore[comparison-overlap]
 
 
+def test_a_method_that_is_looked_up_in_a_table_is_replaced_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Dynamo's variables have it from torch 2.14 on."""
+
+    class Method:
+        def __init__(self, handler: object) -> None:
+            self.handler = handler
+
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    own, other = Method(TensorVariable.method_requires_grad_), Method(None)
+    table = {"requires_grad_": own, "other": other}
+    monkeypatch.setattr(TensorVariable, "tp_methods", table, raising=False)
+    with replace_targets(leaf_mark=lambda self, tx, requires_grad=True: self):
+        assert table["requires_grad_"].handler is vars(TensorVariable)["method_requires_grad_"] is not own.handler
+        assert table["other"] is other
+    assert table["requires_grad_"] is own
+
+
 def test_what_a_user_has_put_there_has_any_form() -> None:
     from torch.nn.modules import transformer
 
