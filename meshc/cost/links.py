@@ -93,7 +93,7 @@ def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     ranks of a node in one group have eight ports.
     """
     inside, between = device.links
-    together = _fewest_together(mesh, tuple(axes), device.ranks_per_node)
+    together = fewest_together(mesh, tuple(axes), device.ranks_per_node)
     if not together:
         return inside
     return Link(between.latency_s, min(inside.bandwidth_Bps, together * between.bandwidth_Bps))
@@ -107,26 +107,21 @@ def pair_link(devices: RankDevices, axis: str, one: int, other: int) -> Link:
 def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     """The link that bounds a shift along a ring over these axes: one rank's port if the ring spans several nodes."""
     inside, between = device.links
-    return between if _fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
-
-
-def ranks_together(mesh: Mesh, axes: Sequence[str], device: Device) -> int:
-    """Ranks in each node of a group over these axes; 0 if no group spans several nodes."""
-    return _fewest_together(mesh, tuple(axes), device.ranks_per_node)
+    return between if fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
 
 
 def across_and_inside(mesh: Mesh, axes: Sequence[str], device: Device) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """(axes between nodes, axes inside a node); None unless the axes divide so, those between nodes first."""
     names = tuple(axis for axis in axes if mesh.size(axis) > 1)
     for cut in range(1, len(names)):
-        first, second = (_fewest_together(mesh, part, device.ranks_per_node) for part in (names[:cut], names[cut:]))
+        first, second = (fewest_together(mesh, part, device.ranks_per_node) for part in (names[:cut], names[cut:]))
         if first and not second:
             return names[:cut], names[cut:]
     return None
 
 
 @lru_cache(maxsize=1024)
-def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
+def fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
     """The smallest number of ranks in a node of any group over `axes` that spans several nodes; 0 if none does."""
     fewest = 0
     for group in mesh.groups(axes):
@@ -163,7 +158,7 @@ def rows_by_link(node: Node, mesh: Mesh, device: Device) -> tuple[float, float]:
     axes = tuple(node.args[1])  # type: ignore[arg-type]
     ranks = math.prod(map(mesh.size, axes))
     size = payload(node, {axis.name: axis.size for axis in mesh.axes})
-    near = (_fewest_together(mesh, axes, device.ranks_per_node) or ranks) - 1
+    near = (fewest_together(mesh, axes, device.ranks_per_node) or ranks) - 1
     return size * near / (ranks - 1), size * (ranks - 1 - near) / (ranks - 1)
 
 

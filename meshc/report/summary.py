@@ -31,7 +31,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
-from meshc.report import attention_report, experts, memory_report, offload_table, recurrences
+from meshc.report import memory_report, offload_table
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
 
@@ -87,14 +87,8 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
     bytes that a rank may hold, where the user has said so."""
     on = devices_of(program.mesh, device).slowest()
-    blocks = [_head(program), _parameters(program), _pipeline(program, device), _collectives(program), experts.expert_table(program)]
-    blocks += [
-        recurrences.recurrence_table(program),
-        attention_report.attention_table(program, on),
-        _offload_table(program),
-        memory_report.memory_table(program, budget),
-    ]
-    blocks += [_time(program, device, on), _work(program), _padding(program), _notes(program)]
+    blocks = [_head(program), _parameters(program), _pipeline(program, device), _collectives(program), _offload_table(program)]
+    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

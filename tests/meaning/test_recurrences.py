@@ -8,10 +8,10 @@ import pytest
 
 from meshc import rules
 from meshc.check import check_program
-from meshc.cost.recurrence_traffic import Recurrence, traffic
-from meshc.report import recurrences, summary
+from meshc.report import summary
 from tests.broad import broad
 from tests.captured import Captured
+from tests.formulas.recurrence_traffic import Recurrence, traffic
 from tests.zoo.experts import FAMILIES as EXPERTS
 from tests.zoo.recurrent import FAMILIES as RECURRENT
 from tests.zoo.run import adamw, case
@@ -155,7 +155,6 @@ def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
     assert traffic(source.latest) == [
         Recurrence(f"backbone.layers.{layer}.mixer", "recurrence", ("cp",), ranks, 0, both, both) for layer in range(LAYERS)
     ]
-    assert f"{LAYERS}        recurrence  cp       {ranks}        at once, joined" in recurrences.recurrence_table(source.latest)
 
 
 @pytest.mark.parametrize("ranks", [2, broad(3)])

@@ -271,7 +271,7 @@ from transformers import DynamicCache
 model.eval().requires_grad_(False)
 program, ids, rows = meshc.compile(model, mesh), ids[:2, :11], torch.tensor([1, 0])
 """, after="assert cache.get_seq_length() == 13 and cache.layers[0].keys.shape[0] == 4"),
-    Scene("long-context.md", (0, 2), before=LLAMA),
+    Scene("long-context.md", (0, 1), before=LLAMA),
     Scene("recurrences.md", (0,), before=STEP, after="""
 class Reads(torch.nn.Module):
     def __init__(self):
@@ -285,7 +285,6 @@ step = meshc.TrainStep(reads := Reads(), optimizer=torch.optim.AdamW(reads.param
 program = meshc.compile(step, meshc.Mesh("cp=2"), args=(torch.randn(4, 6, 4),), plan=plan)
 assert "all_to_all" in str(program)
 """),
-    Scene("long-context.md", (1,)),
     Scene("losses-differ.md", (0, 1), often=True),
     Scene("memory.md", (0, 1)),
     Scene("pipelines.md", (0,), ranks=4, before=LLAMA + """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +10,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc.cost.recurrence_traffic import Recurrence, traffic
-from meshc.report import recurrences, summary
+from meshc.report import summary
 from tests.broad import broad
+from tests.formulas.recurrence_traffic import Recurrence, traffic
 from tests.passes.stepped import around, changed
 
 
@@ -85,7 +84,3 @@ def test_no_scan_gathers_a_split_dim(name: str) -> None:
     assert gathers and max(gathers) <= 2 * position
     both = {kind: (one * position, other * position) for kind, (one, other) in SENT[name].items()}
     assert traffic(program.compiled) == [Recurrence("", kind, ("cp",), 3, 0, bytes, bytes) for kind, bytes in both.items()]
-    kinds = re.findall(
-        r"^ +the model +1 +(running [a-z-]+) +cp +3 +at once, joined", recurrences.recurrence_table(program.compiled), re.MULTILINE
-    )
-    assert kinds == list(both)

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from meshc.cost.devices import Device, devices_of
-from meshc.cost.links import payload, ranks_together, rows_by_link
+from meshc.cost.links import fewest_together, payload, rows_by_link
 from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, spmd
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers meshc::to_places
@@ -163,7 +163,7 @@ def _layer_traffic(program: PlainProgram, node: Node, path: str, experts: int, t
     choice, lies = record(made.args[0]).shape, record(said).sharding
     axes = () if lies is None else tuple(axis for part in lies.dims[0] for axis in part.axes)
     ranks, places = prod(program.axis_sizes[axis] for axis in axes), prod(record(said).shape)
-    together = ranks_together(program.mesh, axes, device)
+    together = fewest_together(program.mesh, axes, device.ranks_per_node)
     return Traffic(path, experts, choice[-1], ranks, prod(choice[:-1]), places, times=times, together=together)
 
 

@@ -25,9 +25,7 @@ from meshc.cost.peak_memory import runs
 from meshc.ir import is_getitem, record, records, spmd
 from meshc.ir.schemas import named_arguments
 from meshc.ops import delta_rule as _delta  # noqa: F401 - registers them
-from meshc.ops import delta_rule_turns as _delta_turns  # noqa: F401 - likewise
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - likewise
-from meshc.ops import recurrence_turns as _recurrence_turns  # noqa: F401 - likewise
 from meshc.ops import rnn as _rnn  # noqa: F401 - likewise
 from meshc.ops import scan_back as _scan_back  # noqa: F401 - likewise
 from meshc.program.program import PlainProgram

@@ -1,0 +1,1 @@
+"""What programs send and compute by formulas that a person can check, beside what their graphs have."""
