@@ -29,6 +29,7 @@ from meshc.ir import spmd
 from meshc.ir.schemas import named_arguments, place_of, written_operands
 from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.lazy_module import LazyModule
+from meshc.ops import turns
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.ops.delta_rule_chunks import LENGTH
@@ -266,18 +267,6 @@ STEP: Final[Mapping[str, int]] = {"lstm": 16, "gru": 14, "tanh": 5, "relu": 5}
 KERNELS_OF_A_CHUNK: Final = 4
 """Kernels of the gated delta rule per chunk of positions."""
 
-PARTED: Final[Mapping[str, Sequence[str]]] = {
-    "meshc.delta_rule_turn": ("q", "k", "v", "e", "g", "before"),
-    "meshc.delta_rule_state_turn": ("k", "v", "e", "g", "before"),
-    "meshc.delta_rule_backward_turn": ("grad", "q", "k", "v", "e", "g", "begin", "after"),
-    "meshc.recurrence_turn": ("a", "b"),
-    "meshc.recurrence_backward_turn": ("grad", "a", "h", "before"),
-    "meshc.rnn_turn": ("x", "before"),
-    "meshc.rnn_turn_backward": ("grad", "of_last", "kept"),
-}
-"""Operator -> operands of which it reads one part of the rows; its argument `parts` is the number of parts."""
-
-
 def argument(node: Node, name: str) -> object:
     """An argument of a call of one of meshc's operators, by name."""
     return node.args[place_of(node, name)]
@@ -288,7 +277,7 @@ def operand_shares(node: Node) -> dict[Node, float]:
     if ir.op_name(node) == "meshc.in_turn":
         made, ranks = cast(Sequence[Node], node.args[0]), cast(int, argument(node, "ranks"))
         return dict.fromkeys(made, 1 - (ranks - 1) / len(made))
-    names = PARTED.get(ir.op_name(node), ())
+    names = turns.PARTED.get(ir.op_name(node), ())
     parts = cast(int, argument(node, "parts")) if names else 1
     found = [argument(node, name) for name in names]
     return {operand: 1 / parts for operand in found if isinstance(operand, Node)}
@@ -296,7 +285,7 @@ def operand_shares(node: Node) -> dict[Node, float]:
 
 def kernels(node: Node, on_cpu: bool) -> int:
     """Number of kernels that one call runs one after another."""
-    counted = KERNELS.get(ir.op_name(node))
+    counted = KERNELS.get(ir.op_name(node).replace("_turn", ""))  # a turn's are those of all steps of its part
     return 1 if counted is None else counted(node, on_cpu)
 
 
@@ -324,14 +313,10 @@ def _delta_rule(node: Node, on_cpu: bool) -> int:
 
 
 KERNELS: Final[Mapping[str, Callable[[Node, bool], int]]] = {
-    **{f"meshc.delta_rule{kind}": _delta_rule for kind in ("", "_backward", "_end", "_ends", "_turn", "_state_turn", "_backward_turn")},
+    **{f"meshc.delta_rule{kind}": _delta_rule for kind in ("", "_backward", "_end", "_ends", "_state")},
     "meshc.recurrence": _recurrence,
     "meshc.recurrence_backward": _recurrence,
-    "meshc.recurrence_turn": _recurrence,
-    "meshc.recurrence_backward_turn": _recurrence,
     "meshc.recurrence_end": _recurrence_end,
     "meshc.rnn": _rnn("x", 1),
     "meshc.rnn_backward": _rnn("kept", 2),
-    "meshc.rnn_turn": _rnn("x", 1),
-    "meshc.rnn_turn_backward": _rnn("kept", 2),
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshc.ops import attention_cuda, attention_masked_blocks, attention_spans, double_backward
 from meshc.ops.attention_in_full import in_full
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 aten: Final = torch.ops.aten
@@ -32,11 +33,10 @@ def _rows(*heads: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
-@torch.library.custom_op("meshc::attention", mutates_args=())
+@operator("attention", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, bias, *_: _fit("attention", q, k, v, bias))
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    _fit("attention", q, k, v, bias)
     if not (window or offset or start):
         return _kernel(scale, q, k, v, bias, causal)
     _check(bias, causal, window, offset + start)
@@ -105,13 +105,11 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
-    _fit("attention", q, k, v, bias)
-    return _empty(q, v)
-
-
-@torch.library.custom_op("meshc::attention_backward", mutates_args=())
+@operator(
+    "attention_backward",
+    results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    fit=lambda grad, q, k, v, bias, out, lse, *_: _fit_backward(grad, q, k, v, bias, out, lse),
+)
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -126,7 +124,6 @@ def attention_backward(
     offset: int = 0,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _fit_backward(grad, q, k, v, bias, out, lse)
     if not (window or offset or start):
         return _backward_kernel(scale, grad, q, k, v, bias, out, lse, causal)
     _check(bias, causal, window, offset + start)
@@ -154,14 +151,6 @@ def _backward_on_cpu(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return found
-
-
-@attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *how: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    _fit_backward(grad, q, k, v, bias, out, lse)
-    return _like(q), _like(k), _like(v)
 
 
 def _like(x: Tensor) -> Tensor:

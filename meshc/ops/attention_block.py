@@ -25,15 +25,19 @@ from torch import Tensor
 
 from meshc.ops import attention_spans
 from meshc.ops.attention import _backward_kernel, _empty, _fit, _fit_backward, _kernel, _like
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::attention_block", mutates_args=())
+@operator(
+    "attention_block",
+    results=lambda q, k, v, *_: _empty(q, v),
+    fit=lambda q, k, v, bias, *_: _fit("attention_block", q, k, v, bias),
+)
 def attention_block(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int, offset: int, start: int, first: int,
     real: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _fit("attention_block", q, k, v, bias)
     _check(k, bias, causal, window, offset, real)
     k, v, bias = _keys(k, v, bias, real)
     kernel = partial(_kernel, scale)
@@ -77,20 +81,6 @@ def _no_visible_keys(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Ten
     return out.masked_fill_(dark.unsqueeze(-1), 0), lse.masked_fill_(dark, -math.inf)
 
 
-@attention_block.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
-    _fit("attention_block", q, k, v, bias)
-    return _empty(q, v)
-
-
-@torch.library.custom_op("meshc::attention_merge", mutates_args=())
-def attention_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    _fit_merge(out, lse, more, more_lse)
-    apart = torch.where(lse == more_lse, 0, lse - more_lse)  # minus infinities too
-    joined = torch.lerp(more.to(lse.dtype), out.to(lse.dtype), torch.sigmoid(apart).unsqueeze(-1))
-    return joined, torch.logaddexp(lse, more_lse)
-
-
 def _fit_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     fits = out.dim() == 4 and out.shape == more.shape and lse.shape == more_lse.shape == out.shape[:3]
     if not fits or lse.dtype != more_lse.dtype or lse.dtype not in (torch.float32, torch.float64):
@@ -98,18 +88,28 @@ def _fit_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
         raise misfit("attention_merge", rule, out=out, lse=lse, more=more, more_lse=more_lse)
 
 
-@attention_merge.register_fake
-def _(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    _fit_merge(out, lse, more, more_lse)
-    return torch.lerp(more.to(lse.dtype), out.to(lse.dtype), lse.unsqueeze(-1)), torch.logaddexp(lse, more_lse)
+@operator(
+    "attention_merge",
+    results=lambda out, lse, more, more_lse: (
+        torch.lerp(more.to(lse.dtype), out.to(lse.dtype), lse.unsqueeze(-1)), torch.logaddexp(lse, more_lse),
+    ),
+    fit=_fit_merge,
+)
+def attention_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    apart = torch.where(lse == more_lse, 0, lse - more_lse)  # minus infinities too
+    joined = torch.lerp(more.to(lse.dtype), out.to(lse.dtype), torch.sigmoid(apart).unsqueeze(-1))
+    return joined, torch.logaddexp(lse, more_lse)
 
 
-@torch.library.custom_op("meshc::attention_block_backward", mutates_args=())
+@operator(
+    "attention_block_backward",
+    results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)),
+    fit=lambda grad, q, k, v, bias, out, lse, *_: _fit_backward(grad, q, k, v, bias, out, lse),
+)
 def attention_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     offset: int, start: int, first: int, real: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit_backward(grad, q, k, v, bias, out, lse)
     _check(k, bias, causal, window, offset, real)
     whole, padding = k, k.shape[2] - real
     k, v, bias = _keys(k, v, bias, real)
@@ -136,11 +136,3 @@ def _pad_rows_with_zeros(x: Tensor, before: int, behind: int) -> Tensor:
     found = x.new_zeros(x.shape[0], before + x.shape[2] + behind, x.shape[1], x.shape[3]).transpose(1, 2)
     found[:, :, before : before + x.shape[2]] = x
     return found
-
-
-@attention_block_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *how: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    _fit_backward(grad, q, k, v, bias, out, lse)
-    return _like(q), _like(k), _like(v)

@@ -13,19 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
-
-
-@torch.library.custom_op("meshc::attention_join", mutates_args=())
-def attention_join(parts: Tensor) -> tuple[Tensor, Tensor]:
-    _fit(parts)
-    made, sums = parts[..., :-1], parts[..., -1]
-    top = sums.amax(0)
-    top = torch.where(top == -math.inf, 0.0, top)
-    shares = (sums - top).exp_()
-    total = shares.sum(0)
-    out = (made * shares.unsqueeze(-1)).sum(0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return out, total.log() + top
 
 
 def _fit(parts: Tensor) -> None:
@@ -34,8 +23,16 @@ def _fit(parts: Tensor) -> None:
         raise misfit("attention_join", rule, parts=parts)
 
 
-@attention_join.register_fake
-def _(parts: Tensor) -> tuple[Tensor, Tensor]:
-    _fit(parts)
-    *shape, wide = parts.shape[1:]
-    return parts.new_empty([*shape, wide - 1]), parts.new_empty(shape)
+@operator(
+    "attention_join",
+    results=lambda parts: (parts.new_empty((*parts.shape[1:-1], parts.shape[-1] - 1)), parts.new_empty(parts.shape[1:-1])),
+    fit=_fit,
+)
+def attention_join(parts: Tensor) -> tuple[Tensor, Tensor]:
+    made, sums = parts[..., :-1], parts[..., -1]
+    top = sums.amax(0)
+    top = torch.where(top == -math.inf, 0.0, top)
+    shares = (sums - top).exp_()
+    total = shares.sum(0)
+    out = (made * shares.unsqueeze(-1)).sum(0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+    return out, total.log() + top

@@ -26,16 +26,16 @@ from torch import Tensor
 from meshc.ir.sharding import zigzag_halves
 from meshc.ops.attention import _backward_kernel, _empty, _fit, _fit_backward, _kernel, _like
 from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 _block, _block_backward, _merge = attention_block._init_fn, attention_block_backward._init_fn, attention_merge._init_fn
 
 
-@torch.library.custom_op("meshc::attention_zigzag", mutates_args=())
+@operator("attention_zigzag", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, *_: _fit_tiles("attention_zigzag", q, k, v))
 def attention_zigzag(
     q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    _fit_tiles("attention_zigzag", q, k, v)
     _check(queries_of, keys_of, ranks)
     if length == ranks * q.shape[2]:
         return _at_once(q, k, v, scale, queries_of, keys_of, ranks)
@@ -94,13 +94,12 @@ def _check(queries_of: int, keys_of: int, ranks: int) -> None:
         raise ValueError(f"meshc::attention_zigzag: {queries_of} and {keys_of} are places among {ranks} ranks")
 
 
-@attention_zigzag.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor]:
-    _fit_tiles("attention_zigzag", q, k, v)
-    return _empty(q, v)
+def _fit_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: object) -> None:
+    _fit_backward(grad, q, k, v, None, out, lse)
+    _fit_tiles("attention_zigzag_backward", q, k, v)
 
 
-@torch.library.custom_op("meshc::attention_zigzag_backward", mutates_args=())
+@operator("attention_zigzag_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_gradients)
 def attention_zigzag_backward(
     grad: Tensor,
     q: Tensor,
@@ -114,8 +113,6 @@ def attention_zigzag_backward(
     ranks: int,
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _fit_backward(grad, q, k, v, None, out, lse)
-    _fit_tiles("attention_zigzag_backward", q, k, v)
     _check(queries_of, keys_of, ranks)
     if length == ranks * q.shape[2]:
         return _back_at_once(grad, q, k, v, out, lse, scale, queries_of, keys_of, ranks)
@@ -148,10 +145,3 @@ def _pad_with_zeros(part: Tensor, where: slice, like: Tensor) -> Tensor:
     whole = _like(like).zero_()
     whole[:, :, where] = part
     return whole
-
-
-@attention_zigzag_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: object) -> tuple[Tensor, Tensor, Tensor]:
-    _fit_backward(grad, q, k, v, None, out, lse)
-    _fit_tiles("attention_zigzag_backward", q, k, v)
-    return _like(q), _like(k), _like(v)

@@ -15,14 +15,20 @@ import torch
 from torch import Tensor
 
 from meshc.errors import InputError
+from meshc.ops.definition import operator
 from meshc.ops.expert_groups import INTEGERS
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::bounded_choices", mutates_args=())
+@operator(
+    "bounded_choices",
+    results=lambda choice, groups, each, places, *_: tuple(
+        choice.new_empty((groups, choice.shape[0], places), dtype=dtype) for dtype in (choice.dtype, torch.int64)
+    ),
+    fit=lambda choice, groups, each, places, *_: _fit_choices(choice, groups, each, places),
+)
 def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
     """Places of `groups` groups from number `first` on, of `all_groups`; `at`: the place in the model, for the error."""
-    _fit_choices(choice, groups, each, places)
     rows, tokens, chosen = choice.shape
     flat = choice.reshape(rows, tokens * chosen)
     _refuse_more(flat, each, places, all_groups, at)
@@ -36,13 +42,6 @@ def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: 
         order = torch.nn.functional.pad(order, [0, places - order.shape[2]])
     there = ordered < each
     return torch.where(there, ordered, -1), torch.where(there, order, -1)
-
-
-@bounded_choices.register_fake
-def _(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
-    _fit_choices(choice, groups, each, places)
-    shape = (groups, choice.shape[0], places)
-    return choice.new_empty(shape), choice.new_empty(shape, dtype=torch.int64)
 
 
 def _fit_choices(choice: Tensor, groups: int, each: int, places: int) -> None:
@@ -75,54 +74,42 @@ def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> 
     raise error
 
 
-@torch.library.custom_op("meshc::to_places", mutates_args=())
+def _fit_to(x: Tensor, place: Tensor, chosen: int) -> None:
+    if x.dim() != 3 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[1] != x.shape[0] or chosen < 1:
+        raise misfit("to_places", f"tokens [b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
+
+
+@operator("to_places", results=lambda x, place, *_: x.new_empty((*place.shape, x.shape[2])), fit=_fit_to)
 def to_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
-    _fit_to(x, place, chosen)
     return _gather_tokens(x.unsqueeze(0).expand(place.shape[0], -1, -1, -1), place, chosen)
 
 
-@to_places.register_fake
-def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
-    _fit_to(x, place, chosen)
-    return x.new_empty((*place.shape, x.shape[2]))
+def _fit_in(x: Tensor, place: Tensor, chosen: int) -> None:
+    if x.dim() != 4 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[:2] != x.shape[:2] or chosen < 1:
+        raise misfit("in_places", f"tokens [q, b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
 
 
-@torch.library.custom_op("meshc::in_places", mutates_args=())
+@operator("in_places", results=lambda x, place, *_: x.new_empty((*place.shape, x.shape[3])), fit=_fit_in)
 def in_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     """`to_places` for tokens that each group already has: [q, b, s, h] -> [q, b, p, h]."""
-    _fit_in(x, place, chosen)
     return _gather_tokens(x, place, chosen)
 
 
-@in_places.register_fake
-def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
-    _fit_in(x, place, chosen)
-    return x.new_empty((*place.shape, x.shape[3]))
+def _fit_from(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> None:
+    if rows.dim() != 4 or rows.shape[:3] != place.shape or place.dtype != torch.int64 or tokens < 0 or chosen < 1:
+        rule = f"rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
+        raise misfit("from_places", rule, rows=rows, place=place)
 
 
-@torch.library.custom_op("meshc::from_places", mutates_args=())
+@operator("from_places", results=lambda rows, place, tokens, *_: rows.new_empty(rows.shape[1], tokens, rows.shape[3]), fit=_fit_from)
 def from_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
-    _fit_from(rows, place, tokens, chosen)
     return _scatter_add_rows(rows, place, tokens, chosen).sum(0)
 
 
-@from_places.register_fake
-def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
-    _fit_from(rows, place, tokens, chosen)
-    return rows.new_empty(rows.shape[1], tokens, rows.shape[3])
-
-
-@torch.library.custom_op("meshc::over_places", mutates_args=())
+@operator("over_places", results=lambda rows, place, tokens, *_: rows.new_empty(*rows.shape[:2], tokens, rows.shape[3]), fit=_fit_from)
 def over_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     """`from_places` without the sum over groups: [q, b, p, h] -> [q, b, s, h]."""
-    _fit_from(rows, place, tokens, chosen)
     return _scatter_add_rows(rows, place, tokens, chosen)
-
-
-@over_places.register_fake
-def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
-    _fit_from(rows, place, tokens, chosen)
-    return rows.new_empty(*rows.shape[:2], tokens, rows.shape[3])
 
 
 def _gather_tokens(x: Tensor, place: Tensor, chosen: int) -> Tensor:
@@ -140,22 +127,6 @@ def _scatter_add_rows(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> 
     there = (place >= 0) & (place < tokens * chosen)
     token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
     return made.scatter_add_(2, token.expand(-1, -1, -1, rows.shape[3]), torch.where(there.unsqueeze(3), rows, 0.0))
-
-
-def _fit_to(x: Tensor, place: Tensor, chosen: int) -> None:
-    if x.dim() != 3 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[1] != x.shape[0] or chosen < 1:
-        raise misfit("to_places", f"tokens [b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
-
-
-def _fit_in(x: Tensor, place: Tensor, chosen: int) -> None:
-    if x.dim() != 4 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[:2] != x.shape[:2] or chosen < 1:
-        raise misfit("in_places", f"tokens [q, b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
-
-
-def _fit_from(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> None:
-    if rows.dim() != 4 or rows.shape[:3] != place.shape or place.dtype != torch.int64 or tokens < 0 or chosen < 1:
-        rule = f"rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
-        raise misfit("from_places", rule, rows=rows, place=place)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

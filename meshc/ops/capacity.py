@@ -14,26 +14,27 @@ import torch
 from torch import Tensor
 
 from meshc.errors import InputError
+from meshc.ops.definition import operator
 from meshc.ops.expert_groups import INTEGERS
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::counts_of_rows", mutates_args=())
+@operator(
+    "counts_of_rows",
+    results=lambda choice, experts: choice.new_empty(choice.shape[0], experts, dtype=torch.int64),
+    fit=lambda choice, experts: _fit(choice, experts, 1, "counts_of_rows"),
+)
 def counts_of_rows(choice: Tensor, experts: int) -> Tensor:
-    _fit(choice, experts, 1, "counts_of_rows")
     return _counts(choice.flatten(1), experts)
 
 
-@counts_of_rows.register_fake
-def _(choice: Tensor, experts: int) -> Tensor:
-    _fit(choice, experts, 1, "counts_of_rows")
-    return choice.new_empty(choice.shape[0], experts, dtype=torch.int64)
-
-
-@torch.library.custom_op("meshc::first_choices", mutates_args=())
+@operator(
+    "first_choices",
+    results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format),
+    fit=lambda choice, before, capacity, *_: _fit_first(choice, before, capacity),
+)
 def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, at: str) -> Tensor:
     """`at`: where in the model, for the error."""
-    _fit_first(choice, before, capacity)
     flat, experts = choice.flatten(1), before.shape[1]
     if strict:
         _refuse_more(before + _counts(flat, experts), capacity, at)
@@ -42,27 +43,18 @@ def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, a
     return _drop_beyond_capacity(flat, nth, experts, capacity).view(choice.shape)
 
 
-@first_choices.register_fake
-def _(choice: Tensor, before: Tensor, capacity: int, strict: bool, at: str) -> Tensor:
-    _fit_first(choice, before, capacity)
-    return torch.empty_like(choice, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("meshc::heaviest_choices", mutates_args=())
+@operator(
+    "heaviest_choices",
+    results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format),
+    fit=lambda choice, weights, experts, capacity, *_: _fit_heaviest(choice, weights, experts, capacity),
+)
 def heaviest_choices(choice: Tensor, weights: Tensor, experts: int, capacity: int, strict: bool, at: str) -> Tensor:
     """`at`: where in the model, for the error."""
-    _fit_heaviest(choice, weights, experts, capacity)
     flat = choice.flatten(1)
     if strict:
         _refuse_more(_counts(flat, experts), capacity, at)
     order = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices
     return _drop_beyond_capacity(flat, _nth(flat, order, experts), experts, capacity).view(choice.shape)
-
-
-@heaviest_choices.register_fake
-def _(choice: Tensor, weights: Tensor, experts: int, capacity: int, strict: bool, at: str) -> Tensor:
-    _fit_heaviest(choice, weights, experts, capacity)
-    return torch.empty_like(choice, memory_format=torch.contiguous_format)
 
 
 def _counts(flat: Tensor, experts: int) -> Tensor:

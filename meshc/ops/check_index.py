@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from meshc.errors import InputError
+from meshc.ops.definition import operator
 
 
-@torch.library.custom_op("meshc::check_index", mutates_args=())
+@operator("check_index", results=lambda index, *_: torch.empty_like(index))
 def check_index(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool = False) -> Tensor:
     if index.numel() == 0:
         return index.clone()
@@ -26,11 +27,6 @@ def check_index(index: Tensor, low: int, high: int, ignore: int | None, of: str,
     if not (low <= int(least) and int(most) < high):
         _refuse(index, low, high, ignore, of, at, whole)
     return index.clone()
-
-
-@check_index.register_fake
-def _(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool = False) -> Tensor:
-    return torch.empty_like(index)
 
 
 def _legal(index: Tensor, low: int, high: int, ignore: int | None) -> Tensor:

@@ -23,38 +23,35 @@ import torch
 from torch import Tensor
 
 from meshc.errors import InputError
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("meshc::ctc_loss", mutates_args=())
+@operator(
+    "ctc_loss",
+    results=lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1:2]),
+    fit=lambda log_probs, targets, frames, lengths, blank, *_: _fit("ctc_loss", log_probs, targets, frames, lengths, blank),
+)
 def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    _fit("ctc_loss", log_probs, targets, frames, lengths, blank)
     loss, _ = aten._ctc_loss.default(log_probs, targets, *_numbers("ctc_loss", log_probs, targets, frames, lengths), blank, zero_infinity)
     return torch.where(loss.isinf(), 0, loss) if zero_infinity else loss.clone()
 
 
-@ctc_loss.register_fake
-def _(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    _fit("ctc_loss", log_probs, targets, frames, lengths, blank)
-    return log_probs.new_empty(log_probs.shape[1:2])
-
-
-@torch.library.custom_op("meshc::ctc_loss_backward", mutates_args=())
+@operator(
+    "ctc_loss_backward",
+    results=lambda grad, log_probs, *_: torch.empty_like(log_probs, memory_format=torch.contiguous_format),
+    fit=lambda grad, log_probs, targets, frames, lengths, blank, *_: _fit(
+        "ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad
+    ),
+)
 def ctc_loss_backward(
     grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    _fit("ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad)
     how = _numbers("ctc_loss_backward", log_probs, targets, frames, lengths)
     loss, alpha = aten._ctc_loss.default(log_probs, targets, *how, blank, zero_infinity)
     return aten._ctc_loss_backward.default(grad.contiguous(), log_probs, targets, *how, loss, alpha, blank, zero_infinity).contiguous()
-
-
-@ctc_loss_backward.register_fake
-def _(grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    _fit("ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad)
-    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def _fit(

@@ -7,6 +7,8 @@
     delta_rule_ends(grad, q, k, v, e, g) -> (product, end, start)         and, in reverse, gradient G to product^T G + start
     delta_rule_join(products, added, edge, place, reverse) -> state      from `edge` or zero through the stretches before `place`,
                                                                          each mapping S to product S + added; reversed, those behind it
+    delta_rule_turn, delta_rule_state_turn, delta_rule_backward_turn     in turns of ranks (`ops/turns.py`), of which the second is the
+                                                                         state alone; begin: the state before the rank's stretch
 
     q, k, e  [..., t, keys]     v, out, grad  [..., t, values]     g  [..., t], at most 0
     S, before, last, after, end, start  [..., keys, values]        product  [..., keys, keys]
@@ -20,71 +22,69 @@ Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv:2412.06464).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.delta_rule_chunks import Chunks
 from meshc.ops.operands import misfit
+from meshc.ops.turns import turn
 
 
-@torch.library.custom_op("meshc::delta_rule", mutates_args=())
+@operator(
+    "delta_rule",
+    results=lambda q, k, v, e, g, before: (v.new_empty(v.shape), _state(k, v)),
+    fit=lambda q, k, v, e, g, before: _fit("delta_rule", k, v, e, g, q=q, states={"before": before}),
+)
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    _fit("delta_rule", k, v, e, g, like_keys={"q": q}, states={"before": before})
     return Chunks(k, v, e, g).forward(q, before)
 
 
-@delta_rule.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    _fit("delta_rule", k, v, e, g, like_keys={"q": q}, states={"before": before})
-    return v.new_empty(v.shape), _state(k, v)
-
-
-@torch.library.custom_op("meshc::delta_rule_backward", mutates_args=())
+@operator(
+    "delta_rule_backward",
+    results=lambda grad, q, k, v, e, g, before, after: _empty_gradients(q, k, v, e, g),
+    fit=lambda grad, q, k, v, e, g, before, after: _fit(
+        "delta_rule_backward", k, v, e, g, q=q, grad=grad, states={"before": before, "after": after}
+    ),
+)  # fmt: skip
 def delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit("delta_rule_backward", k, v, e, g, like_keys={"q": q}, like_values={"grad": grad}, states={"before": before, "after": after})
     return Chunks(k, v, e, g).backward(grad, q, before, after)
 
 
-@delta_rule_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, after: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit("delta_rule_backward", k, v, e, g, like_keys={"q": q}, like_values={"grad": grad}, states={"before": before, "after": after})
-    of_q, of_k, of_v, of_e, of_g = (x.new_empty(x.shape) for x in (q, k, v, e, g))
-    return of_q, of_k, of_v, of_e, of_g, _state(k, v)
-
-
-@torch.library.custom_op("meshc::delta_rule_end", mutates_args=())
+@operator(
+    "delta_rule_end",
+    results=lambda k, v, e, g: (_state(k, k), _state(k, v)),
+    fit=lambda k, v, e, g: _fit("delta_rule_end", k, v, e, g),
+)
 def delta_rule_end(k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    _fit("delta_rule_end", k, v, e, g)
     return Chunks(k, v, e, g).end()
 
 
-@delta_rule_end.register_fake
-def _(k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    _fit("delta_rule_end", k, v, e, g)
-    return _state(k, k), _state(k, v)
-
-
-@torch.library.custom_op("meshc::delta_rule_ends", mutates_args=())
+@operator(
+    "delta_rule_ends",
+    results=lambda grad, q, k, v, e, g: (_state(k, k), _state(k, v), _state(k, v)),
+    fit=lambda grad, q, k, v, e, g: _fit("delta_rule_ends", k, v, e, g, q=q, grad=grad),
+)
 def delta_rule_ends(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _fit("delta_rule_ends", k, v, e, g, like_keys={"q": q}, like_values={"grad": grad})
     chunks = Chunks(k, v, e, g)
     return *chunks.end(), chunks.start(grad, q)
 
 
-@delta_rule_ends.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _fit("delta_rule_ends", k, v, e, g, like_keys={"q": q}, like_values={"grad": grad})
-    return _state(k, k), _state(k, v), _state(k, v)
+def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> None:
+    fits = products.dim() > 2 and added.shape[:-1] == products.shape[:-1] and products.shape[-1] == products.shape[-2]
+    given = () if edge is None else (edge,)
+    if not fits or not _alike(products, added, *given) or any(x.shape != added.shape[1:] for x in given):
+        rule = "products are [n, ..., keys, keys], added [n, ..., keys, values], an edge [..., keys, values], all float32 or float64"
+        raise misfit("delta_rule_join", rule, products=products, added=added, edge=edge)
 
 
-@torch.library.custom_op("meshc::delta_rule_join", mutates_args=())
+@operator("delta_rule_join", results=lambda products, added, *_: added.new_empty(added.shape[1:]), fit=_fit_join)
 def delta_rule_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
     """State behind the stretches along dim 0, in order; reversed, from the last, with products transposed."""
-    _fit_join(products, added, edge)
     state = torch.zeros_like(added[0]) if edge is None else edge.clone()
     count = products.shape[0]
     for stretch in range(count - 1, max(place, -1), -1) if reverse else range(min(place, count)):
@@ -93,10 +93,54 @@ def delta_rule_join(products: Tensor, added: Tensor, edge: Tensor | None, place:
     return state
 
 
-@delta_rule_join.register_fake
-def _(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
-    _fit_join(products, added, edge)
-    return added.new_empty(added.shape[1:])
+OPERANDS = dict.fromkeys("qkveg")
+"""Of which turns take a part along the dim `along`, one of rows or heads."""
+
+
+def _fit_turn(operator: str, along: int, parts: int, k: Tensor, **given: Any) -> None:
+    _fit(operator, k, **given)
+    if along >= max(k.dim() - 2, parts == 1):
+        raise misfit(operator, f"{along} is a dim of rows or heads, before those of positions and keys", k=k)
+
+
+@turn(
+    "delta_rule_turn", rows={**OPERANDS, "before": None}, edge="before", back=lambda **_: False,
+    results=lambda k, v, **_: (v.new_empty(v.shape), _state(k, v)),
+    fit=lambda q, k, v, e, g, handed, along, parts, **_: _fit_turn(
+        "delta_rule_turn", along, parts, k, v=v, e=e, g=g, q=q, states={"handed": handed}
+    ),
+)  # fmt: skip
+def delta_rule_turn(
+    q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, handed: Tensor | None, along: int
+) -> tuple[Tensor, Tensor]:
+    return Chunks(k, v, e, g).forward(q, handed)
+
+
+@turn(
+    "delta_rule_state_turn", rows={**dict.fromkeys("kveg"), "before": None}, edge="before", back=lambda **_: False,
+    results=lambda k, v, **_: (_state(k, v),),
+    fit=lambda k, v, e, g, handed, along, parts, **_: _fit_turn(
+        "delta_rule_state_turn", along, parts, k, v=v, e=e, g=g, states={"handed": handed}
+    ),
+)  # fmt: skip
+def delta_rule_state_turn(
+    k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, handed: Tensor | None, along: int
+) -> Tensor:
+    return Chunks(k, v, e, g).through(handed)
+
+
+@turn(
+    "delta_rule_backward_turn", rows={"grad": None, **OPERANDS, "begin": None, "after": None}, edge="after", back=lambda **_: True,
+    results=lambda q, k, v, e, g, **_: _empty_gradients(q, k, v, e, g),
+    fit=lambda grad, q, k, v, e, g, begin, handed, along, parts, **_: _fit_turn(
+        "delta_rule_backward_turn", along, parts, k, v=v, e=e, g=g, q=q, grad=grad, states={"begin": begin, "handed": handed}
+    ),
+)  # fmt: skip
+def delta_rule_backward_turn(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, begin: Tensor, after: Tensor | None, handed: Tensor | None,
+    along: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return Chunks(k, v, e, g).backward(grad, q, begin, handed)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -118,27 +162,23 @@ def _state(k: Tensor, v: Tensor) -> Tensor:
     return v.new_empty((*k.shape[:-2], k.shape[-1], v.shape[-1]))
 
 
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    return *(x.new_empty(x.shape) for x in (q, k, v, e, g)), _state(k, v)
+
+
 def _fit(
-    operator: str, k: Tensor, v: Tensor, e: Tensor, g: Tensor, *, like_keys: dict[str, Tensor] | None = None,
-    like_values: dict[str, Tensor] | None = None, states: dict[str, Tensor | None] | None = None,
+    operator: str, k: Tensor, v: Tensor, e: Tensor, g: Tensor, q: Tensor | None = None, grad: Tensor | None = None,
+    states: dict[str, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    keys, values = {"k": k, "e": e, **(like_keys or {})}, {"v": v, **(like_values or {})}
+    like_k, like_v = (x for x in (k, e, q) if x is not None), (x for x in (v, grad) if x is not None)
     given = {name: x for name, x in (states or {}).items() if x is not None}
     fits = k.dim() > 1 and v.dim() > 1 and v.shape[:-1] == k.shape[:-1] == g.shape
-    fits = fits and all(x.shape == k.shape for x in keys.values()) and all(x.shape == v.shape for x in values.values())
+    fits = fits and all(x.shape == k.shape for x in like_k) and all(x.shape == v.shape for x in like_v)
     fits = fits and all(x.shape == (*k.shape[:-2], k.shape[-1], v.shape[-1]) for x in given.values())
-    everything = {**keys, **values, "g": g, **given}
-    if not fits or not _alike(k, *everything.values()):
+    everything = {"k": k, "e": e, "q": q, "v": v, "grad": grad, "g": g, **given}
+    if not fits or not _alike(k, *(x for x in everything.values() if x is not None)):
         rule = "q, k, e are [..., t, keys], v and grad [..., t, values], g [..., t], states [..., keys, values], all float32 or float64"
         raise misfit(operator, rule, **everything)
-
-
-def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None) -> None:
-    fits = products.dim() > 2 and added.shape[:-1] == products.shape[:-1] and products.shape[-1] == products.shape[-2]
-    given = () if edge is None else (edge,)
-    if not fits or not _alike(products, added, *given) or any(x.shape != added.shape[1:] for x in given):
-        rule = "products are [n, ..., keys, keys], added [n, ..., keys, values], an edge [..., keys, values], all float32 or float64"
-        raise misfit("delta_rule_join", rule, products=products, added=added, edge=edge)
 
 
 def _alike(first: Tensor, *others: Tensor) -> bool:

@@ -16,13 +16,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.expert_groups import INTEGERS
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::choices_to_places", mutates_args=())
+def _fit_choices(choice: Tensor, copies: Tensor, rows: Tensor, each: int) -> None:
+    whole = choice.dtype in INTEGERS and copies.dtype == rows.dtype == torch.int64
+    if not whole or choice.dim() != 2 or copies.dim() != 2 or rows.shape != choice.shape[:1] or each < 1 or copies.shape[0] < 1:
+        rule = "integers [t, k] choose slots, copies are int64 [q, n] of these, rows int64 [t], and a group has 1 slot or more"
+        raise misfit("choices_to_places", rule, choice=choice, copies=copies, rows=rows)
+
+
+@operator("choices_to_places", results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format), fit=_fit_choices)
 def choices_to_places(choice: Tensor, copies: Tensor, rows: Tensor, each: int) -> Tensor:
-    _fit_choices(choice, copies, rows, each)
     groups, spare = copies.shape
     slots, of = groups * each, copies.flatten()
     if not of.numel():
@@ -39,22 +46,12 @@ def choices_to_places(choice: Tensor, copies: Tensor, rows: Tensor, each: int) -
     return torch.where((choice >= 0) & (choice < slots), place, -1)
 
 
-@choices_to_places.register_fake
-def _(choice: Tensor, copies: Tensor, rows: Tensor, each: int) -> Tensor:
-    _fit_choices(choice, copies, rows, each)
-    return torch.empty_like(choice, memory_format=torch.contiguous_format)
-
-
-def _fit_choices(choice: Tensor, copies: Tensor, rows: Tensor, each: int) -> None:
-    whole = choice.dtype in INTEGERS and copies.dtype == rows.dtype == torch.int64
-    if not whole or choice.dim() != 2 or copies.dim() != 2 or rows.shape != choice.shape[:1] or each < 1 or copies.shape[0] < 1:
-        rule = "integers [t, k] choose slots, copies are int64 [q, n] of these, rows int64 [t], and a group has 1 slot or more"
-        raise misfit("choices_to_places", rule, choice=choice, copies=copies, rows=rows)
-
-
-@torch.library.custom_op("meshc::copies_of", mutates_args=())
+@operator(
+    "copies_of",
+    results=lambda x, copies: x.new_empty(*copies.shape, *x.shape[1:]),
+    fit=lambda x, copies: _fit_copies("copies_of", x, copies, 1),
+)
 def copies_of(x: Tensor, copies: Tensor) -> Tensor:
-    _fit_copies("copies_of", x, copies, 1)
     there = (copies >= 0) & (copies < x.shape[0])
     if not x.shape[0]:
         return x.new_zeros(*copies.shape, *x.shape[1:])
@@ -62,28 +59,17 @@ def copies_of(x: Tensor, copies: Tensor) -> Tensor:
     return torch.where(there.view(*copies.shape, *[1] * (x.dim() - 1)), rows, 0.0)
 
 
-@copies_of.register_fake
-def _(x: Tensor, copies: Tensor) -> Tensor:
-    _fit_copies("copies_of", x, copies, 1)
-    return x.new_empty(*copies.shape, *x.shape[1:])
-
-
-@torch.library.custom_op("meshc::added_copies", mutates_args=())
-def added_copies(grad: Tensor, copies: Tensor, count: int) -> Tensor:
+def _fit_added(grad: Tensor, copies: Tensor, count: int) -> None:
     _fit_copies("added_copies", grad, copies, 2)
     if grad.shape[:2] != copies.shape or count < 0:
         raise misfit("added_copies", f"grad is [q, n, ..], copies [q, n] of {count} rows, 0 or more", grad=grad, copies=copies)
+
+
+@operator("added_copies", results=lambda grad, copies, count: grad.new_empty(count, *grad.shape[2:]), fit=_fit_added)
+def added_copies(grad: Tensor, copies: Tensor, count: int) -> Tensor:
     there = (copies >= 0) & (copies < count)
     made = grad.new_zeros(count + 1, *grad.shape[2:])  # the last row is for places without a copy
     return made.index_add_(0, torch.where(there, copies, count).flatten(), grad.flatten(0, 1))[:count].clone()
-
-
-@added_copies.register_fake
-def _(grad: Tensor, copies: Tensor, count: int) -> Tensor:
-    _fit_copies("added_copies", grad, copies, 2)
-    if grad.shape[:2] != copies.shape or count < 0:
-        raise misfit("added_copies", f"grad is [q, n, ..], copies [q, n] of {count} rows, 0 or more", grad=grad, copies=copies)
-    return grad.new_empty(count, *grad.shape[2:])
 
 
 def _fit_copies(name: str, x: Tensor, copies: Tensor, least: int) -> None:
@@ -91,40 +77,26 @@ def _fit_copies(name: str, x: Tensor, copies: Tensor, least: int) -> None:
         raise misfit(name, f"a tensor of {least} dims or more has int64 copies [q, n]", x=x, copies=copies)
 
 
-@torch.library.custom_op("meshc::by_group", mutates_args=())
-def by_group(x: Tensor, groups: int, each: int) -> Tensor:
-    _fit_group(x, groups, each)
-    made = x.new_zeros(groups * each, *x.shape[1:])
-    made[: x.shape[0]] = x
-    return made.view(groups, each, *x.shape[1:])
-
-
-@by_group.register_fake
-def _(x: Tensor, groups: int, each: int) -> Tensor:
-    _fit_group(x, groups, each)
-    return x.new_empty(groups, each, *x.shape[1:])
-
-
 def _fit_group(x: Tensor, groups: int, each: int) -> None:
     if x.dim() < 1 or each < 1 or groups < 0 or x.shape[0] > groups * each:
         raise misfit("by_group", f"rows [slots, ..] are in {groups} groups of {each}, 1 or more, which have room for all", x=x)
 
 
-@torch.library.custom_op("meshc::in_line", mutates_args=())
-def in_line(x: Tensor, count: int) -> Tensor:
-    _fit_line(x, count)
-    return x.flatten(0, 1)[:count].clone()
-
-
-@in_line.register_fake
-def _(x: Tensor, count: int) -> Tensor:
-    _fit_line(x, count)
-    return x.new_empty(count, *x.shape[2:])
+@operator("by_group", results=lambda x, groups, each: x.new_empty(groups, each, *x.shape[1:]), fit=_fit_group)
+def by_group(x: Tensor, groups: int, each: int) -> Tensor:
+    made = x.new_zeros(groups * each, *x.shape[1:])
+    made[: x.shape[0]] = x
+    return made.view(groups, each, *x.shape[1:])
 
 
 def _fit_line(x: Tensor, count: int) -> None:
     if x.dim() < 2 or x.shape[1] < 1 or not 0 <= count <= x.shape[0] * x.shape[1]:
         raise misfit("in_line", f"groups [q, each, ..] have {count} rows or more", x=x)
+
+
+@operator("in_line", results=lambda x, count: x.new_empty(count, *x.shape[2:]), fit=_fit_line)
+def in_line(x: Tensor, count: int) -> Tensor:
+    return x.flatten(0, 1)[:count].clone()
 
 
 def _copies_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

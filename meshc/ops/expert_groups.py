@@ -18,19 +18,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 from meshc.ops.routed_mm import mm_of_choices, outer_of_choices
 
 INTEGERS = (torch.int64, torch.int32)
 
 
-@torch.library.custom_op("meshc::group_choices", mutates_args=())
+def _empty_choices(choice: Tensor, groups: int, each: int, most: int, first: int) -> tuple[Tensor, Tensor]:
+    shape = (groups, choice.shape[0], most)
+    return choice.new_empty(shape), choice.new_empty(shape, dtype=torch.int64)
+
+
+@operator("group_choices", results=_empty_choices, fit=lambda choice, groups, each, most, first: _fit_choices(choice, groups, each, most))
 def group_choices(choice: Tensor, groups: int, each: int, most: int, first: int) -> tuple[Tensor, Tensor]:
     """Experts chosen by each token in `groups` groups of `each` experts, from group `first` on: `most` at most, in the token's order.
 
     A token may not choose more than `most` of a group: RuntimeError.
     """
-    _fit_choices(choice, groups, each, most)
     number = torch.arange(groups, device=choice.device, dtype=choice.dtype).view(-1, 1, 1) + first
     mine = choice.div(each, rounding_mode="floor").unsqueeze(0) == number
     if most < choice.shape[1]:
@@ -41,29 +46,10 @@ def group_choices(choice: Tensor, groups: int, each: int, most: int, first: int)
     return torch.where(there, own, -1), torch.where(there, slot, 0)
 
 
-@group_choices.register_fake
-def _(choice: Tensor, groups: int, each: int, most: int, first: int) -> tuple[Tensor, Tensor]:
-    _fit_choices(choice, groups, each, most)
-    shape = (groups, choice.shape[0], most)
-    return choice.new_empty(shape), choice.new_empty(shape, dtype=torch.int64)
-
-
 def _fit_choices(choice: Tensor, groups: int, each: int, most: int) -> None:
     if choice.dim() != 2 or choice.dtype not in INTEGERS or groups < 0 or each < 1 or not 0 <= most <= choice.shape[1]:
         rule = f"integers [t, k] choose among {groups} groups, 0 or more, of {each}, 1 or more, {most} of k at most"
         raise misfit("group_choices", rule, choice=choice)
-
-
-@torch.library.custom_op("meshc::to_groups", mutates_args=())
-def to_groups(x: Tensor, own: Tensor) -> Tensor:
-    _fit_to(x, own)
-    return torch.where((own >= 0).unsqueeze(3), x.view(1, x.shape[0], 1, x.shape[1]), 0.0)
-
-
-@to_groups.register_fake
-def _(x: Tensor, own: Tensor) -> Tensor:
-    _fit_to(x, own)
-    return x.new_empty((*own.shape, x.shape[1]))
 
 
 def _fit_to(x: Tensor, own: Tensor) -> None:
@@ -71,17 +57,9 @@ def _fit_to(x: Tensor, own: Tensor) -> None:
         raise misfit("to_groups", "rows [t, h] have choices [q, t, m]", x=x, own=own)
 
 
-@torch.library.custom_op("meshc::in_slots", mutates_args=())
-def in_slots(x: Tensor, own: Tensor) -> Tensor:
-    """`to_groups` for tokens that each group already has: [q, t, h] -> [q, t, m, h]."""
-    _fit_slots(x, own)
-    return torch.where((own >= 0).unsqueeze(3), x.unsqueeze(2), 0.0)
-
-
-@in_slots.register_fake
-def _(x: Tensor, own: Tensor) -> Tensor:
-    _fit_slots(x, own)
-    return x.new_empty((*own.shape, x.shape[2]))
+@operator("to_groups", results=lambda x, own: x.new_empty((*own.shape, x.shape[1])), fit=_fit_to)
+def to_groups(x: Tensor, own: Tensor) -> Tensor:
+    return torch.where((own >= 0).unsqueeze(3), x.view(1, x.shape[0], 1, x.shape[1]), 0.0)
 
 
 def _fit_slots(x: Tensor, own: Tensor) -> None:
@@ -89,29 +67,10 @@ def _fit_slots(x: Tensor, own: Tensor) -> None:
         raise misfit("in_slots", "rows [q, t, h] have choices [q, t, m]", x=x, own=own)
 
 
-@torch.library.custom_op("meshc::over_slots", mutates_args=())
-def over_slots(rows: Tensor, own: Tensor) -> Tensor:
-    """`from_groups` without the sum over groups: [q, t, m, h] -> [q, t, h]."""
-    _fit_from(rows, own)
-    return torch.where((own >= 0).unsqueeze(3), rows, 0.0).sum(2)
-
-
-@over_slots.register_fake
-def _(rows: Tensor, own: Tensor) -> Tensor:
-    _fit_from(rows, own)
-    return rows.new_empty(*rows.shape[:2], rows.shape[3])
-
-
-@torch.library.custom_op("meshc::from_groups", mutates_args=())
-def from_groups(rows: Tensor, own: Tensor) -> Tensor:
-    _fit_from(rows, own)
-    return torch.where((own >= 0).unsqueeze(3), rows, 0.0).sum((0, 2))
-
-
-@from_groups.register_fake
-def _(rows: Tensor, own: Tensor) -> Tensor:
-    _fit_from(rows, own)
-    return rows.new_empty(rows.shape[1], rows.shape[3])
+@operator("in_slots", results=lambda x, own: x.new_empty((*own.shape, x.shape[2])), fit=_fit_slots)
+def in_slots(x: Tensor, own: Tensor) -> Tensor:
+    """`to_groups` for tokens that each group already has: [q, t, h] -> [q, t, m, h]."""
+    return torch.where((own >= 0).unsqueeze(3), x.unsqueeze(2), 0.0)
 
 
 def _fit_from(rows: Tensor, own: Tensor) -> None:
@@ -119,17 +78,15 @@ def _fit_from(rows: Tensor, own: Tensor) -> None:
         raise misfit("from_groups", "rows [q, t, m, h] have choices [q, t, m]", rows=rows, own=own)
 
 
-@torch.library.custom_op("meshc::weights_of_groups", mutates_args=())
-def weights_of_groups(weights: Tensor, own: Tensor, slot: Tensor) -> Tensor:
-    _fit_weights(weights, own, slot)
-    found = weights.unsqueeze(0).expand(own.shape[0], -1, -1).gather(2, slot.clamp(0, weights.shape[1] - 1))
-    return torch.where(own >= 0, found, 0.0)
+@operator("over_slots", results=lambda rows, *_: rows.new_empty(*rows.shape[:2], rows.shape[3]), fit=_fit_from)
+def over_slots(rows: Tensor, own: Tensor) -> Tensor:
+    """`from_groups` without the sum over groups: [q, t, m, h] -> [q, t, h]."""
+    return torch.where((own >= 0).unsqueeze(3), rows, 0.0).sum(2)
 
 
-@weights_of_groups.register_fake
-def _(weights: Tensor, own: Tensor, slot: Tensor) -> Tensor:
-    _fit_weights(weights, own, slot)
-    return weights.new_empty(own.shape)
+@operator("from_groups", results=lambda rows, *_: rows.new_empty(rows.shape[1], rows.shape[3]), fit=_fit_from)
+def from_groups(rows: Tensor, own: Tensor) -> Tensor:
+    return torch.where((own >= 0).unsqueeze(3), rows, 0.0).sum((0, 2))
 
 
 def _fit_weights(weights: Tensor, own: Tensor, slot: Tensor) -> None:
@@ -138,18 +95,10 @@ def _fit_weights(weights: Tensor, own: Tensor, slot: Tensor) -> None:
         raise misfit("weights_of_groups", "weights [t, k] have choices and slots [q, t, m]", weights=weights, own=own, slot=slot)
 
 
-@torch.library.custom_op("meshc::weights_to_tokens", mutates_args=())
-def weights_to_tokens(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> Tensor:
-    """The transpose of `weights_of_groups`: [q, t, m] -> [t, chosen], summed over the groups."""
-    _fit_tokens(grad, own, slot, chosen)
-    made = grad.new_zeros(own.shape[0], own.shape[1], chosen)
-    return made.scatter_add_(2, slot.clamp(0, max(chosen - 1, 0)), torch.where(own >= 0, grad, 0.0)).sum(0)
-
-
-@weights_to_tokens.register_fake
-def _(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> Tensor:
-    _fit_tokens(grad, own, slot, chosen)
-    return grad.new_empty(own.shape[1], chosen)
+@operator("weights_of_groups", results=lambda weights, own, *_: weights.new_empty(own.shape), fit=_fit_weights)
+def weights_of_groups(weights: Tensor, own: Tensor, slot: Tensor) -> Tensor:
+    found = weights.unsqueeze(0).expand(own.shape[0], -1, -1).gather(2, slot.clamp(0, weights.shape[1] - 1))
+    return torch.where(own >= 0, found, 0.0)
 
 
 def _fit_tokens(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> None:
@@ -158,17 +107,21 @@ def _fit_tokens(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> None:
         raise misfit("weights_to_tokens", rule, grad=grad, own=own, slot=slot)
 
 
-@torch.library.custom_op("meshc::group_mm", mutates_args=())
+@operator("weights_to_tokens", results=lambda grad, own, slot, chosen: grad.new_empty(own.shape[1], chosen), fit=_fit_tokens)
+def weights_to_tokens(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> Tensor:
+    """The transpose of `weights_of_groups`: [q, t, m] -> [t, chosen], summed over the groups."""
+    made = grad.new_zeros(own.shape[0], own.shape[1], chosen)
+    return made.scatter_add_(2, slot.clamp(0, max(chosen - 1, 0)), torch.where(own >= 0, grad, 0.0)).sum(0)
+
+
+@operator(
+    "group_mm",
+    results=lambda rows, matrices, *_: rows.new_empty(*rows.shape[:2], matrices.shape[2]),
+    fit=lambda rows, matrices, choice, each, *_: _fit_mm(rows, matrices, choice, each),
+)
 def group_mm(rows: Tensor, matrices: Tensor, choice: Tensor, each: int, filled: float) -> Tensor:
     """`filled` is the share of rows that have a matrix if tokens choose evenly; only the cost model uses it."""
-    _fit_mm(rows, matrices, choice, each)
     return mm_of_choices(rows.flatten(0, 1), matrices, _among_all(choice, each)).view(*rows.shape[:2], matrices.shape[2])
-
-
-@group_mm.register_fake
-def _(rows: Tensor, matrices: Tensor, choice: Tensor, each: int, filled: float) -> Tensor:
-    _fit_mm(rows, matrices, choice, each)
-    return rows.new_empty(*rows.shape[:2], matrices.shape[2])
 
 
 def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor, each: int) -> None:
@@ -178,17 +131,14 @@ def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor, each: int) -> None:
         raise misfit("group_mm", rule, rows=rows, matrices=matrices, choice=choice)
 
 
-@torch.library.custom_op("meshc::group_outer", mutates_args=())
+@operator(
+    "group_outer",
+    results=lambda left, right, choice, each, count, *_: left.new_empty(count, left.shape[2], right.shape[2]),
+    fit=lambda left, right, choice, each, count, *_: _fit_outer(left, right, choice, each, count),
+)
 def group_outer(left: Tensor, right: Tensor, choice: Tensor, each: int, count: int, filled: float) -> Tensor:
     """For each of `count` matrices the sum over its rows of left (x) right: [q, r, k], [q, r, n] -> [count, k, n]."""
-    _fit_outer(left, right, choice, each, count)
     return outer_of_choices(left.flatten(0, 1), right.flatten(0, 1), _among_all(choice, each), count)
-
-
-@group_outer.register_fake
-def _(left: Tensor, right: Tensor, choice: Tensor, each: int, count: int, filled: float) -> Tensor:
-    _fit_outer(left, right, choice, each, count)
-    return left.new_empty(count, left.shape[2], right.shape[2])
 
 
 def _fit_outer(left: Tensor, right: Tensor, choice: Tensor, each: int, count: int) -> None:

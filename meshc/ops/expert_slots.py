@@ -13,45 +13,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.expert_groups import INTEGERS
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::choices_to_slots", mutates_args=())
+def _fit(choice: Tensor, slots: Tensor) -> None:
+    if choice.dtype not in INTEGERS or slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape[0] < 1:
+        raise misfit("choices_to_slots", "integers choose among int64 slots [experts], 1 or more", choice=choice, slots=slots)
+
+
+@operator("choices_to_slots", results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format), fit=_fit)
 def choices_to_slots(choice: Tensor, slots: Tensor) -> Tensor:
-    _fit(choice, slots)
     found = slots[choice.clamp(0, slots.shape[0] - 1).long()].to(choice.dtype)
     return torch.where((choice >= 0) & (choice < slots.shape[0]), found, -1)
 
 
-@choices_to_slots.register_fake
-def _(choice: Tensor, slots: Tensor) -> Tensor:
-    _fit(choice, slots)
-    return torch.empty_like(choice, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("meshc::experts_by_slot", mutates_args=())
+@operator("experts_by_slot", results=lambda slots: torch.empty_like(slots), fit=lambda slots: _fit(slots, slots))
 def experts_by_slot(slots: Tensor) -> Tensor:
-    _fit(slots, slots)
     return slots.argsort()
 
 
-@experts_by_slot.register_fake
-def _(slots: Tensor) -> Tensor:
-    _fit(slots, slots)
-    return torch.empty_like(slots)
+def _fit_rows(x: Tensor, order: Tensor, back: Tensor) -> None:
+    orders = all(one.dtype == torch.int64 and one.dim() == 1 for one in (order, back))
+    if x.dim() < 1 or not orders or back.shape[0] != x.shape[0] or order.shape[0] > x.shape[0]:
+        raise misfit("in_order", "x is [experts, ..]; order has int64 rows of it, back those of the result", x=x, order=order, back=back)
 
 
-@torch.library.custom_op("meshc::in_order", mutates_args=())
+@operator("in_order", results=lambda x, order, *_: x.new_empty((order.shape[0], *x.shape[1:])), fit=_fit_rows)
 def in_order(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    _fit_rows(x, order, back)
     return x.index_select(0, order)
-
-
-@in_order.register_fake
-def _(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    _fit_rows(x, order, back)
-    return x.new_empty((order.shape[0], *x.shape[1:]))
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -64,14 +55,3 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 in_order.register_autograd(_backward, setup_context=_setup)
-
-
-def _fit_rows(x: Tensor, order: Tensor, back: Tensor) -> None:
-    orders = all(one.dtype == torch.int64 and one.dim() == 1 for one in (order, back))
-    if x.dim() < 1 or not orders or back.shape[0] != x.shape[0] or order.shape[0] > x.shape[0]:
-        raise misfit("in_order", "x is [experts, ..]; order has int64 rows of it, back those of the result", x=x, order=order, back=back)
-
-
-def _fit(choice: Tensor, slots: Tensor) -> None:
-    if choice.dtype not in INTEGERS or slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape[0] < 1:
-        raise misfit("choices_to_slots", "integers choose among int64 slots [experts], 1 or more", choice=choice, slots=slots)

@@ -29,6 +29,7 @@ from meshc.ops import attention_masked_blocks, double_backward
 from meshc.ops.attention import _empty, _fit, _fit_backward, _like
 from meshc.ops.attention_block import _check
 from meshc.ops.attention_in_full import in_full
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 from meshc.ops.random import dropout, keep_scale
 
@@ -36,14 +37,20 @@ AT_ONCE = 1 << 20
 """Weights that are held at a time, unless those of 16 queries are more."""
 
 
-@torch.library.custom_op("meshc::explicit_attention", mutates_args=())
+def _fit_operands(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed_step: Tensor | None, call: int, p: float, global_shape: Sequence[int],
+    local_shape: Sequence[int], *_: object,
+) -> None:  # fmt: skip
+    _fit("explicit_attention", q, k, v, bias)
+    _fit_draws(q, k, seed_step, local_shape)
+
+
+@operator("explicit_attention", results=lambda q, k, v, *_: _empty(q, v), fit=_fit_operands)
 def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed_step: Tensor | None, call: int, p: float, global_shape: Sequence[int],
     local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0,
     first: int = 0, real: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _fit("explicit_attention", q, k, v, bias)
-    _fit_draws(q, k, seed_step, local_shape)
     real = k.shape[2] if real is None else real
     _check(k, bias, causal, window, offset, real)
     drops = _WeightDropout.of((seed_step, call, p, global_shape, local_shape, offsets), q, k)
@@ -173,7 +180,15 @@ def _(
     return _empty(q, v)
 
 
-@torch.library.custom_op("meshc::explicit_attention_backward", mutates_args=())
+def _fit_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
+    p: float, global_shape: Sequence[int], local_shape: Sequence[int], *_: object,
+) -> None:  # fmt: skip
+    _fit_backward(grad, q, k, v, bias, out, lse)
+    _fit_draws(q, k, seed_step, local_shape)
+
+
+@operator("explicit_attention_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_gradients)
 def explicit_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
     p: float, global_shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0,
@@ -183,7 +198,13 @@ def explicit_attention_backward(
     return _gradients(grad, q, k, v, bias, out, lse, draws, (causal, scale, window, offset, start, first, real), None)
 
 
-@torch.library.custom_op("meshc::explicit_attention_bias_backward", mutates_args=())
+@operator(
+    "explicit_attention_bias_backward",
+    results=lambda grad, q, k, v, bias, *_: (
+        _like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format),
+    ),
+    fit=_fit_gradients,
+)  # fmt: skip
 def explicit_attention_bias_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
     p: float, global_shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0,
@@ -203,9 +224,7 @@ def _gradients(
     """Gradients of q, k and v; that of the bias is added to `dbias`."""
     causal, scale, window, offset, start, first, end = how
     real = k.shape[2] if end is None else end
-    _fit_backward(grad, q, k, v, bias, out, lse)
     _check(k, bias, causal, window, offset, real)
-    _fit_draws(q, k, draws[0], draws[4])
     drops = _WeightDropout.of(draws, q, k)
     sees = _CausalWindow(q.shape[2], real, causal, window, start + offset - first)
     dq, dk, dv = _like(q).zero_(), *(_like(x).to(lse.dtype).zero_() for x in (k, v))
@@ -228,26 +247,6 @@ def _gradients(
         dq[:, :, rows] = torch.matmul(dscores, here)
         dk[:, :, keys] += torch.matmul(dscores.transpose(2, 3), asked)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-@explicit_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
-    p: float, global_shape: Sequence[int], local_shape: Sequence[int], *how: object,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit_backward(grad, q, k, v, bias, out, lse)
-    _fit_draws(q, k, seed_step, local_shape)
-    return _like(q), _like(k), _like(v)
-
-
-@explicit_attention_bias_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int, p: float,
-    global_shape: Sequence[int], local_shape: Sequence[int], *how: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit_backward(grad, q, k, v, bias, out, lse)
-    _fit_draws(q, k, seed_step, local_shape)
-    return _like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

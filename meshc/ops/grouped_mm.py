@@ -19,15 +19,21 @@ import torch
 from torch import Tensor
 
 from meshc.ir.functions import Target
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 KERNEL_BYTES = 16
 """Alignment of rows in torch's grouped kernel, in bytes."""
 
 
+def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    if not meet(rows, matrices) or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
+        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]"
+        raise misfit("grouped_mm", rule, rows=rows, matrices=matrices, ends=ends)
+
+
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_mm`."""
-    _fit_mm(rows, matrices, ends)
     if _has_kernel(rows) and len(rows):
         found = torch.ops.aten._grouped_mm(_align_for_kernel(rows), _align_for_kernel(matrices), offs=_safe(ends, rows))[
             :, : matrices.shape[2]
@@ -42,24 +48,17 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-grouped_mm = torch.library.custom_op("meshc::grouped_mm", mm_of_runs, mutates_args=())
+grouped_mm = operator("grouped_mm", lambda rows, matrices, ends: rows.new_empty(rows.shape[0], matrices.shape[2]), _fit_mm)(mm_of_runs)
 
 
-@grouped_mm.register_fake
-def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    _fit_mm(rows, matrices, ends)
-    return rows.new_empty(rows.shape[0], matrices.shape[2])
-
-
-def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    if not meet(rows, matrices) or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
-        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]"
-        raise misfit("grouped_mm", rule, rows=rows, matrices=matrices, ends=ends)
+def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
+    if not pair(left, right) or not _ends(ends):
+        rule = "left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]"
+        raise misfit("grouped_outer", rule, left=left, right=right, ends=ends)
 
 
 def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_outer`."""
-    _fit_outer(left, right, ends)
     if _has_kernel(left) and len(left):
         found = torch.ops.aten._grouped_mm(_align_for_kernel(left).t(), _align_for_kernel(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
@@ -72,19 +71,9 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-grouped_outer = torch.library.custom_op("meshc::grouped_outer", outer_of_runs, mutates_args=())
-
-
-@grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    _fit_outer(left, right, ends)
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
-    if not pair(left, right) or not _ends(ends):
-        rule = "left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]"
-        raise misfit("grouped_outer", rule, left=left, right=right, ends=ends)
+grouped_outer = operator(
+    "grouped_outer", lambda left, right, ends: left.new_empty(ends.shape[0], left.shape[1], right.shape[1]), _fit_outer
+)(outer_of_runs)
 
 
 def meet(rows: Tensor, matrices: Tensor) -> bool:

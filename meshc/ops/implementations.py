@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import (
+from meshc.ops import (  # noqa: F401 - registers them
     attention,
     attention_block,
     attention_join,
@@ -17,13 +17,11 @@ from meshc.ops import (
     check_index,
     ctc,
     delta_rule,
-    delta_rule_turns,
     expert_groups,
     explicit_attention,
     grouped_mm,
     norm,
     recurrence,
-    recurrence_turns,
     rnn,
     routed_mm,
     scan_back,
@@ -35,18 +33,10 @@ from meshc.ops import (
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers the sum of sum_of_parts
+from meshc.ops.definition import PLAIN
 from meshc.private import OpOverload
 
 aten = torch.ops.aten
-
-_PLAIN: dict[object, Function] = {}
-for _module in (
-    attention, attention_block, attention_join, attention_zigzag, capacity, check_index, ctc, delta_rule, delta_rule_turns, expert_groups,
-    explicit_attention, grouped_mm, norm, recurrence, recurrence_turns, rnn, routed_mm, scan_back, take, turns, upsample, used_rows,
-):  # fmt: skip
-    for _definition in vars(_module).values():
-        if isinstance(_definition, torch.library.CustomOpDef):
-            _PLAIN[_definition._opoverload] = _definition._init_fn
 
 _BOUND: Final[Mapping[OpOverload, Function]] = {
     target: getattr(torch, str(target).split(".")[1])
@@ -62,9 +52,7 @@ and a step of a few layers has a thousand calls."""
 
 def direct(target: Target, device: torch.device) -> Function:
     """A callable equal to `target` on plain tensors."""
-    if target in _PLAIN:
-        return _PLAIN[target]
     if isinstance(target, OpOverload):
-        return _BOUND.get(target) or target._op
+        return PLAIN.get(target) or _BOUND.get(target) or target._op
     assert callable(target), target
     return target

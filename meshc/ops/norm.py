@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 
-@torch.library.custom_op("meshc::square_sum", mutates_args=())
+
+@operator("square_sum", results=lambda x: x.new_empty((), dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype))
 def square_sum(x: Tensor) -> Tensor:
     """x of any shape -> its sum of squares, a 0-dim tensor of at least float32."""
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -14,6 +16,3 @@ def square_sum(x: Tensor) -> Tensor:
     return norm * norm
 
 
-@square_sum.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype)

@@ -4,6 +4,8 @@
     recurrence_end(a, b, dim, reverse) -> (product of a, last h)           [..., 1, ...] each; reversed, from the last t to the first
     recurrence_backward(grad, a, h, before, after, dim) -> (of a, of b)    g[t] = grad[t] + a[t+1] g[t+1];   g[t] h[t-1],   g[t]
                                                                            after: a[t+1] g[t+1] of the last t, or 0
+    recurrence_turn, recurrence_backward_turn                              the same in turns of ranks (`ops/turns.py`); handed on is the
+                                                                           last h, and a[t] g[t] of the first t
 
 Steps compose: a stretch maps h to `product * h + last`. So ranks that hold stretches of t exchange these two, and each starts with the
 composition of the stretches before it (Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990). On a CPU steps are computed one
@@ -13,29 +15,28 @@ after another, elsewhere stretches in parallel: about 2 sqrt(t) calls for t step
 from __future__ import annotations
 
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
+from meshc.ops.turns import turn
 
 
-@torch.library.custom_op("meshc::recurrence", mutates_args=())
+@operator("recurrence", results="b", fit=lambda a, b, before, dim: _fit("recurrence", dim, before, a=a, b=b))
 def recurrence(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
-    _fit("recurrence", dim, before, a=a, b=b)
     return _steps(a, b, before, dim, False) if a.device.type == "cpu" else stretches(a, b, before, dim)
 
 
-@recurrence.register_fake
-def _(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
-    _fit("recurrence", dim, before, a=a, b=b)
-    return b.new_empty(b.shape)
-
-
-@torch.library.custom_op("meshc::recurrence_end", mutates_args=())
+@operator(
+    "recurrence_end",
+    results=lambda a, b, dim, reverse: (_at(a, dim), _at(b, dim)),
+    fit=lambda a, b, dim, reverse: _fit("recurrence_end", dim, None, a=a, b=b),
+)
 def recurrence_end(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    _fit("recurrence_end", dim, None, a=a, b=b)
     last = torch.zeros_like(_at(b, dim)) if b.shape[dim] == 0 else torch.zeros_like(b.narrow(dim, 0, 1))
     steps = zip(a.split(1, dim), b.split(1, dim), strict=True) if a.shape[dim] else ()
     for factor, term in reversed(list(steps)) if reverse else steps:
@@ -43,18 +44,15 @@ def recurrence_end(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tenso
     return a.prod(dim, keepdim=True), last
 
 
-@recurrence_end.register_fake
-def _(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    _fit("recurrence_end", dim, None, a=a, b=b)
-    return _at(a, dim), _at(b, dim)
+def _fit_backward(grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int) -> None:
+    for edge in (before, after):
+        _fit("recurrence_backward", dim, edge, grad=grad, a=a, h=h)
 
 
-@torch.library.custom_op("meshc::recurrence_backward", mutates_args=())
+@operator("recurrence_backward", results="a a", fit=_fit_backward)
 def recurrence_backward(
     grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _fit("recurrence_backward", dim, before, grad=grad, a=a, h=h)
-    _fit("recurrence_backward", dim, after, grad=grad, a=a, h=h)
     if not a.shape[dim]:
         return torch.empty_like(a), torch.empty_like(a)
     # g[t] = grad[t] + a[t+1] g[t+1] is a recurrence from the last t to the first, with factors shifted by one
@@ -69,11 +67,36 @@ def recurrence_backward(
     return earlier.mul_(g), g
 
 
-@recurrence_backward.register_fake
-def _(grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
-    _fit("recurrence_backward", dim, before, grad=grad, a=a, h=h)
-    _fit("recurrence_backward", dim, after, grad=grad, a=a, h=h)
-    return a.new_empty(a.shape), a.new_empty(a.shape)
+def _fit_turn(operator: str, edge: Tensor | None, dim: int, along: int, parts: int, **operands: Tensor) -> None:
+    _fit(operator, dim, edge, **operands)
+    if (along == dim and parts > 1) or not next(iter(operands.values())).shape[dim]:
+        raise misfit(operator, f"parts are taken along another dim than the steps', {dim}, of which there are some", **operands)
+
+
+@turn(
+    "recurrence_turn", rows={"a": None, "b": None}, back=lambda **_: False,
+    results=lambda a, b, dim, **_: (b.new_empty(b.shape), _at(b, dim)),
+    fit=lambda a, b, handed, **how: _fit_turn("recurrence_turn", handed, a=a, b=b, **how),
+)  # fmt: skip
+def recurrence_turn(a: Tensor, b: Tensor, handed: Tensor | None, dim: int, along: int) -> tuple[Tensor, Tensor]:
+    h = recurrence._init_fn(a, b, handed, dim)
+    return h, h.narrow(dim, h.shape[dim] - 1, 1).clone()
+
+
+def _fit_turn_back(handed: Tensor | None, before: Tensor, **given: Any) -> None:
+    for edge in (handed, before):
+        _fit_turn("recurrence_backward_turn", edge, **given)
+
+
+@turn(
+    "recurrence_backward_turn", rows={"grad": None, "a": None, "h": None, "before": None}, back=lambda **_: True,
+    results=lambda a, dim, **_: (a.new_empty(a.shape), a.new_empty(a.shape), _at(a, dim)), fit=_fit_turn_back,
+)  # fmt: skip
+def recurrence_backward_turn(
+    grad: Tensor, a: Tensor, h: Tensor, before: Tensor, handed: Tensor | None, dim: int, along: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_a, of_b = recurrence_backward._init_fn(grad, a, h, before, handed, dim)
+    return of_a, of_b, a.narrow(dim, 0, 1) * of_b.narrow(dim, 0, 1)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

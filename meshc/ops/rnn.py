@@ -2,7 +2,7 @@
 
     rnn(kind, x, weight, bias, before, reverse) -> (out, kept, last)
     rnn_backward(kind, grad, of_last, kept, weight, reverse) -> (of_gates, of_before)
-    rnn_turn, rnn_turn_backward                the same for one part of the rows and one rank's stretch of steps (`ops/turns.py`)
+    rnn_turn, rnn_turn_backward                the same in turns of ranks that have a stretch of steps each (`ops/turns.py`)
 
     x       [t, rows, gates * h]   the input's contribution to each gate, with its bias
     weight  [gates * h, h]         for the contribution of the previous step's h;  bias [gates * h], or None
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from meshc.ops import double_backward
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
-from meshc.ops.turns import Turn, fit_turns
+from meshc.ops.turns import turn
 
 States = Sequence[Tensor]
 """h and c of an LSTM, h of other kinds, [rows, h] each."""
@@ -111,83 +112,47 @@ KINDS: Final[Mapping[str, CellKind]] = {
 """`kind`, the operators' first argument -> the cell."""
 
 
-@torch.library.custom_op("meshc::rnn", mutates_args=())
+@operator(
+    "rnn",
+    results=lambda kind, x, weight, *_: _empty_results(kind, x, weight),
+    fit=lambda kind, x, weight, bias, before, reverse: _fit("rnn", kind, x, weight, bias, before),
+)
 def rnn(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    _fit("rnn", kind, x, weight, bias, {"before": before})
     return _steps(kind, x, weight, bias, before, reverse, x.shape[0])
 
 
-@rnn.register_fake
-def _(
-    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit("rnn", kind, x, weight, bias, {"before": before})
-    return _empty_results(kind, x, weight, x.shape[1])
-
-
-@torch.library.custom_op("meshc::rnn_backward", mutates_args=())
+@operator(
+    "rnn_backward",
+    results=lambda kind, grad, of_last, kept, weight, reverse: _empty_gradients(kind, grad, weight),
+    fit=lambda kind, grad, of_last, kept, weight, reverse: _fit_backward("rnn_backward", kind, grad, kept, weight, of_last),
+)
 def rnn_backward(
     kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _fit_backward("rnn_backward", kind, grad, kept, weight, {"of_last": of_last})
     return _steps_back(kind, grad, of_last, kept, weight, reverse, kept.shape[0])
 
 
-@rnn_backward.register_fake
-def _(kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    _fit_backward("rnn_backward", kind, grad, kept, weight, {"of_last": of_last})
-    return _empty_gradients(kind, grad, weight, grad.shape[1])
-
-
-@torch.library.custom_op("meshc::rnn_turn", mutates_args=())
+@turn(
+    "rnn_turn", rows={"x": 1, "before": 1}, edge="before", back=lambda reverse, **_: reverse,
+    results=lambda kind, x, weight, **_: _empty_results(kind, x, weight),
+    fit=lambda kind, x, weight, bias, handed, count, **_: _fit("rnn_turn", kind, x, weight, bias, handed, count),
+)  # fmt: skip
 def rnn_turn(
-    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int,
-    slot: int, parts: int, place: int, ranks: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """A turn of a rank's stretch, whose first `count` positions are steps. `before`: of all rows, for the chain's first rank. `handed` and
-    the last state: [1, states, rows of the part, h]."""
-    _fit_turn("rnn_turn", kind, x, weight, bias, before, handed, count, slot, parts, ranks)
-    turn = Turn(slot, parts, place, ranks, reverse)
-    if turn.part is None:
-        return _nothing(_made_turn(kind, x, weight, parts))
-    begins = None if before is None or turn.link else turn.of(before, 1)
-    state = begins if turn.link == 0 else None if handed is None else handed[0]
-    out, kept, last = _steps(kind, turn.of(x, 1), weight, bias, state, reverse, count)
-    return out, kept, last.unsqueeze(0)
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a rank's stretch, whose first `count` positions are steps."""
+    return _steps(kind, x, weight, bias, handed, reverse, count)
 
 
-@rnn_turn.register_fake
-def _(
-    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int,
-    slot: int, parts: int, place: int, ranks: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _fit_turn("rnn_turn", kind, x, weight, bias, before, handed, count, slot, parts, ranks)
-    return _made_turn(kind, x, weight, parts)
-
-
-@torch.library.custom_op("meshc::rnn_turn_backward", mutates_args=())
+@turn(
+    "rnn_turn_backward", rows={"grad": 1, "of_last": 1, "kept": 1}, edge="of_last", back=lambda reverse, **_: not reverse,
+    results=lambda kind, grad, weight, **_: _empty_gradients(kind, grad, weight),
+    fit=lambda kind, grad, handed, kept, weight, count, **_: _fit_backward("rnn_turn_backward", kind, grad, kept, weight, handed, count),
+)  # fmt: skip
 def rnn_turn_backward(
-    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int,
-    slot: int, parts: int, place: int, ranks: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Backward of `rnn_turn`. `of_last`: of all rows, for the rank that has the last step; `handed` is the gradient of the state."""
-    _fit_turn_backward(kind, grad, of_last, handed, kept, weight, count, slot, parts, ranks)
-    turn = Turn(slot, parts, place, ranks, not reverse)
-    if turn.part is None:
-        return _nothing(_made_turn_back(kind, grad, weight, parts))
-    begins = None if of_last is None or turn.link else turn.of(of_last, 1)
-    state = begins if turn.link == 0 else None if handed is None else handed[0]
-    gates, first = _steps_back(kind, turn.of(grad, 1), state, turn.of(kept, 1), weight, reverse, count)
-    return gates, first.unsqueeze(0)
-
-
-@rnn_turn_backward.register_fake
-def _(
-    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int,
-    slot: int, parts: int, place: int, ranks: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _fit_turn_backward(kind, grad, of_last, handed, kept, weight, count, slot, parts, ranks)
-    return _made_turn_back(kind, grad, weight, parts)
+    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int
+) -> tuple[Tensor, Tensor]:
+    return _steps_back(kind, grad, handed, kept, weight, reverse, count)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -240,7 +205,7 @@ def _steps(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(out, kept, last)` over the first `count` positions; results at later positions are zero."""
     how, turned = KINDS[kind], weight.t()
-    out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _empty_results(kind, x, weight, x.shape[1]))
+    out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _empty_results(kind, x, weight))
     state: States = list(torch.zeros_like(last) if before is None else before)
     for t in reversed(range(count)) if reverse else range(count):
         sums = state[0] @ turned if bias is None else torch.addmm(bias, state[0], turned)
@@ -256,7 +221,7 @@ def _steps_back(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     how = KINDS[kind]
     gates, first = (
-        torch.zeros_like(made) if count < grad.shape[0] else made for made in _empty_gradients(kind, grad, weight, grad.shape[1])
+        torch.zeros_like(made) if count < grad.shape[0] else made for made in _empty_gradients(kind, grad, weight)
     )
     of_state = list(torch.zeros_like(first) if of_last is None else of_last)
     for t in range(count) if reverse else reversed(range(count)):
@@ -267,81 +232,41 @@ def _steps_back(
     return gates, first
 
 
-def _empty_results(kind: str, x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    how, h = KINDS[kind], weight.shape[1]
-    return x.new_empty((x.shape[0], rows, h)), x.new_empty((x.shape[0], rows, how.kept * h)), x.new_empty((how.states, rows, h))
+def _empty_results(kind: str, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    how, (steps, rows, _), h = KINDS[kind], x.shape, weight.shape[1]
+    return x.new_empty((steps, rows, h)), x.new_empty((steps, rows, how.kept * h)), x.new_empty((how.states, rows, h))
 
 
-def _empty_gradients(kind: str, grad: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    how, h = KINDS[kind], weight.shape[1]
-    return grad.new_empty((grad.shape[0], rows, how.made * h)), grad.new_empty((how.states, rows, h))
-
-
-def _made_turn(kind: str, x: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    out, kept, last = _empty_results(kind, x, weight, x.shape[1] // parts)
-    return out, kept, last.unsqueeze(0)
-
-
-def _made_turn_back(kind: str, grad: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    gates, first = _empty_gradients(kind, grad, weight, grad.shape[1] // parts)
-    return gates, first.unsqueeze(0)
-
-
-def _nothing(made: tuple[Tensor, ...]):  # type: ignore[no-untyped-def]
-    return tuple(one.zero_() for one in made)
+def _empty_gradients(kind: str, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    how, (steps, rows, h) = KINDS[kind], grad.shape
+    return grad.new_empty((steps, rows, how.made * h)), grad.new_empty((how.states, rows, h))
 
 
 def _fit(
-    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, states: Mapping[str, Tensor | None], rows: int | None = None
+    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, count: int = 0
 ) -> None:  # fmt: skip
     fits = kind in KINDS and x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2]
     fits = fits and x.shape[2] == KINDS[kind].gates * weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
-    _check(operator, kind, fits, weight, x.shape[1] if fits else 0, states, {"x": x, "weight": weight, "bias": bias})
+    _check(operator, kind, fits, weight, x, state, count, {"x": x, "weight": weight, "bias": bias})
 
 
-def _fit_backward(operator: str, kind: str, grad: Tensor, kept: Tensor, weight: Tensor, states: Mapping[str, Tensor | None]) -> None:
+def _fit_backward(operator: str, kind: str, grad: Tensor, kept: Tensor, weight: Tensor, state: Tensor | None, count: int = 0) -> None:
     fits = kind in KINDS and grad.dim() == 3 and weight.dim() == 2 and grad.shape[2] == weight.shape[1] and grad.shape[:2] == kept.shape[:2]
     fits = fits and kept.dim() == 3 and kept.shape[2] == KINDS[kind].kept * weight.shape[1]
     fits = fits and weight.shape[0] == KINDS[kind].gates * weight.shape[1]
-    _check(operator, kind, fits, weight, grad.shape[1] if fits else 0, states, {"grad": grad, "kept": kept, "weight": weight})
+    _check(operator, kind, fits, weight, grad, state, count, {"grad": grad, "kept": kept, "weight": weight})
 
 
 def _check(
-    operator: str, kind: str, fits: bool, weight: Tensor, rows: int, states: Mapping[str, Tensor | None],
+    operator: str, kind: str, fits: bool, weight: Tensor, rows: Tensor, state: Tensor | None, count: int,
     others: Mapping[str, Tensor | None],
 ) -> None:  # fmt: skip
-    given = {name: x for name, x in {**others, **states}.items() if x is not None}
-    fits = fits and all(x is None or x.shape == (KINDS[kind].states, rows, weight.shape[1]) for x in states.values())
+    given = {name: x for name, x in {**others, "state": state}.items() if x is not None}
+    fits = fits and (state is None or state.shape == (KINDS[kind].states, rows.shape[1], weight.shape[1])) and 0 <= count <= rows.shape[0]
     alike = all((x.dtype, x.device) == (weight.dtype, weight.device) for x in given.values())
     if not fits or not alike or not weight.is_floating_point():
         rule = (
-            f"kind {kind!r} is one of {', '.join(KINDS)}; x is [t, rows, gates * h], weight [gates * h, h], bias [gates * h], states are "
-            "[states, rows, h], grad is [t, rows, h], kept what rnn keeps, all of one floating dtype"
+            f"kind {kind!r} is one of {', '.join(KINDS)}; x is [t, rows, gates * h], weight [gates * h, h], bias [gates * h], a state "
+            "[states, rows, h], grad is [t, rows, h], kept what rnn keeps, all of one floating dtype; at most t positions are steps"
         )
         raise misfit(operator, rule, **given)
-
-
-def _fit_turn(
-    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, count: int,
-    slot: int, parts: int, ranks: int,
-) -> None:  # fmt: skip
-    _fit(operator, kind, x, weight, bias, {"before": before})
-    _fit_handed(operator, kind, x, weight, handed, count, slot, parts, ranks)
-
-
-def _fit_turn_backward(
-    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, count: int, slot: int, parts: int,
-    ranks: int,
-) -> None:  # fmt: skip
-    _fit_backward("rnn_turn_backward", kind, grad, kept, weight, {"of_last": of_last})
-    _fit_handed("rnn_turn_backward", kind, grad, weight, handed, count, slot, parts, ranks)
-
-
-def _fit_handed(
-    operator: str, kind: str, x: Tensor, weight: Tensor, handed: Tensor | None, count: int, slot: int, parts: int, ranks: int
-) -> None:  # fmt: skip
-    fit_turns(operator, x.shape[1], slot, parts, ranks, x=x)
-    wanted = (1, KINDS[kind].states, x.shape[1] // parts, weight.shape[1])
-    if not 0 <= count <= x.shape[0] or (handed is not None and (handed.shape, handed.dtype, handed.device) != (wanted, x.dtype, x.device)):
-        rule = f"of {x.shape[0]} positions {count} are steps, and what is handed on is {list(wanted)}"
-        raise misfit(operator, rule, x=x, handed=handed)

@@ -12,13 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.grouped_mm import meet, mm_of_runs, outer_of_runs, pair
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::routed_mm", mutates_args=())
+def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> None:
+    if not meet(rows, matrices) or not _chooses(choice, rows):
+        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, each the one that integers [r] choose"
+        raise misfit("routed_mm", rule, rows=rows, matrices=matrices, choice=choice)
+
+
+@operator("routed_mm", results=lambda rows, matrices, *_: rows.new_empty(rows.shape[0], matrices.shape[2]), fit=_fit_mm)
 def routed_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
-    _fit_mm(rows, matrices, choice)
     return mm_of_choices(rows, matrices, choice)
 
 
@@ -29,21 +35,14 @@ def mm_of_choices(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
     return out.index_copy_(0, order, mm_of_runs(rows.index_select(0, order), matrices, ends))
 
 
-@routed_mm.register_fake
-def _(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
-    _fit_mm(rows, matrices, choice)
-    return rows.new_empty(rows.shape[0], matrices.shape[2])
+def _fit_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> None:
+    if not pair(left, right) or not _chooses(choice, left) or count < 0:
+        rule = f"left [r, k] and right [r, n] are of one dtype, and integers [r] choose one of {count}, 0 or more"
+        raise misfit("routed_outer", rule, left=left, right=right, choice=choice)
 
 
-def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> None:
-    if not meet(rows, matrices) or not _chooses(choice, rows):
-        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, each the one that integers [r] choose"
-        raise misfit("routed_mm", rule, rows=rows, matrices=matrices, choice=choice)
-
-
-@torch.library.custom_op("meshc::routed_outer", mutates_args=())
+@operator("routed_outer", results=lambda left, right, choice, count: left.new_empty(count, left.shape[1], right.shape[1]), fit=_fit_outer)
 def routed_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
-    _fit_outer(left, right, choice, count)
     return outer_of_choices(left, right, choice, count)
 
 
@@ -51,18 +50,6 @@ def outer_of_choices(left: Tensor, right: Tensor, choice: Tensor, count: int) ->
     """The kernel of `routed_outer`."""
     order, ends = _runs(choice, count)
     return outer_of_runs(left.index_select(0, order), right.index_select(0, order), ends)
-
-
-@routed_outer.register_fake
-def _(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
-    _fit_outer(left, right, choice, count)
-    return left.new_empty(count, left.shape[1], right.shape[1])
-
-
-def _fit_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> None:
-    if not pair(left, right) or not _chooses(choice, left) or count < 0:
-        rule = f"left [r, k] and right [r, n] are of one dtype, and integers [r] choose one of {count}, 0 or more"
-        raise misfit("routed_outer", rule, left=left, right=right, choice=choice)
 
 
 def _chooses(choice: Tensor, rows: Tensor) -> bool:

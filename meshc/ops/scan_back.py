@@ -6,36 +6,22 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::cumsum_back", mutates_args=())
+def _fit(x: Tensor, dim: int) -> None:
+    if not 0 <= dim < x.dim() or not x.is_floating_point():
+        raise misfit("cumsum_back, logcumsumexp_back", f"x is of a floating dtype, and {dim} one of its dims", x=x)
+
+
+@operator("cumsum_back", results="x", fit=_fit)
 def cumsum_back(x: Tensor, dim: int) -> Tensor:
-    _fit("cumsum_back", x, dim)
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
-@cumsum_back.register_fake
-def _(x: Tensor, dim: int) -> Tensor:
-    _fit("cumsum_back", x, dim)
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("meshc::logcumsumexp_back", mutates_args=())
+@operator("logcumsumexp_back", results="x", fit=_fit)
 def logcumsumexp_back(x: Tensor, dim: int) -> Tensor:
-    _fit("logcumsumexp_back", x, dim)
     return x.flip(dim).logcumsumexp(dim).flip(dim)
-
-
-@logcumsumexp_back.register_fake
-def _(x: Tensor, dim: int) -> Tensor:
-    _fit("logcumsumexp_back", x, dim)
-    return x.new_empty(x.shape)
-
-
-def _fit(operator: str, x: Tensor, dim: int) -> None:
-    if not 0 <= dim < x.dim() or not x.is_floating_point():
-        raise misfit(operator, f"x is of a floating dtype, and {dim} one of its dims", x=x)

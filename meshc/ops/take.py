@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::take", mutates_args=())
+@operator("take", results=lambda x, *_: x.new_empty(x.shape[:-1]), fit=lambda x, index, *_: _fit_take(x, index))
 def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
-    _fit_take(x, index)
     columns = x.shape[-1]
     local = index - start if start else index
     inside = (local >= 0) & (local < columns) & (index != ignore)
@@ -27,30 +27,21 @@ def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
     return torch.where(inside, picked, 0.0)
 
 
-@take.register_fake
-def _(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
-    _fit_take(x, index)
-    return x.new_empty(x.shape[:-1])
-
-
 def _fit_take(x: Tensor, index: Tensor) -> None:
     if x.dim() == 0 or index.shape != x.shape[:-1] or index.dtype != torch.int64:
         raise misfit("take", "index is int64 and has the shape of x without its last dim", x=x, index=index)
 
 
-@torch.library.custom_op("meshc::take_backward", mutates_args=())
+@operator(
+    "take_backward",
+    results=lambda grad, index, ignore, columns, *_: grad.new_empty((*grad.shape, columns)),
+    fit=lambda grad, index, ignore, columns, *_: _fit_backward(grad, index, columns),
+)
 def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
-    _fit_backward(grad, index, columns)
     local = index - start if start else index
     inside = (local >= 0) & (local < columns) & (index != ignore)
     out = grad.new_zeros((*grad.shape, columns))
     return out.scatter_(-1, torch.where(inside, local, 0).unsqueeze(-1), torch.where(inside, grad, 0.0).unsqueeze(-1))
-
-
-@take_backward.register_fake
-def _(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
-    _fit_backward(grad, index, columns)
-    return grad.new_empty((*grad.shape, columns))
 
 
 def _fit_backward(grad: Tensor, index: Tensor, columns: int) -> None:
@@ -84,14 +75,9 @@ take.register_autograd(_backward, setup_context=_setup)
 take_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
 
 
-@torch.library.custom_op("meshc::one_hot", mutates_args=())
+@operator("one_hot", results=lambda index, columns, *_: index.new_empty((*index.shape, columns), dtype=torch.int64))
 def one_hot(index: Tensor, columns: int, start: int = 0) -> Tensor:
     return (index.unsqueeze(-1) == torch.arange(start, start + columns, device=index.device)).to(torch.int64)
-
-
-@one_hot.register_fake
-def _(index: Tensor, columns: int, start: int = 0) -> Tensor:
-    return index.new_empty((*index.shape, columns), dtype=torch.int64)
 
 
 def raised_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:

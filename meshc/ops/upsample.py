@@ -11,36 +11,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
 
-@torch.library.custom_op("meshc::upsample", mutates_args=())
+@operator(
+    "upsample",
+    results=lambda x, factors: x.new_empty((*x.shape[:2], *(size * factor for size, factor in zip(x.shape[2:], factors, strict=True)))),
+    fit=lambda x, factors: _fit("upsample", x, factors),
+)
 def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
-    _fit("upsample", x, factors)
     for dim, factor in enumerate(factors, 2):
         x = x.repeat_interleave(factor, dim)
     return x.clone() if all(factor == 1 for factor in factors) else x
 
 
-@upsample.register_fake
-def _(x: Tensor, factors: Sequence[int]) -> Tensor:
-    _fit("upsample", x, factors)
-    return x.new_empty((*x.shape[:2], *(size * factor for size, factor in zip(x.shape[2:], factors, strict=True))))
-
-
-@torch.library.custom_op("meshc::upsample_backward", mutates_args=())
+@operator(
+    "upsample_backward",
+    results=lambda grad, factors: grad.new_empty(
+        (*grad.shape[:2], *(size // factor for size, factor in zip(grad.shape[2:], factors, strict=True)))
+    ),
+    fit=lambda grad, factors: _fit("upsample_backward", grad, factors),
+)
 def upsample_backward(grad: Tensor, factors: Sequence[int]) -> Tensor:
-    _fit("upsample_backward", grad, factors)
     shape = list(grad.shape[:2])
     for size, factor in zip(grad.shape[2:], factors, strict=True):
         shape += [size // factor, factor]
     return grad.reshape(shape).sum(list(range(3, len(shape), 2)))
-
-
-@upsample_backward.register_fake
-def _(grad: Tensor, factors: Sequence[int]) -> Tensor:
-    _fit("upsample_backward", grad, factors)
-    return grad.new_empty((*grad.shape[:2], *(size // factor for size, factor in zip(grad.shape[2:], factors, strict=True))))
 
 
 def _fit(operator: str, x: Tensor, factors: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.definition import operator
 from meshc.ops.expert_groups import INTEGERS
 from meshc.ops.grouped_mm import mm_of_runs, outer_of_runs
 from meshc.ops.operands import misfit
@@ -26,36 +27,21 @@ EXACT = (torch.float32, torch.float64)
 """Dtypes in which sums are accumulated in order; shorter ones are widened first."""
 
 
-@torch.library.custom_op("meshc::used_rows", mutates_args=())
-def used_rows(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    _fit_own(own, count)
-    choice = own.reshape(1, -1)
-    ordered, order = torch.sort(torch.where((choice < 0) | (choice >= count), count, choice), dim=1, stable=True)
-    ends = torch.searchsorted(ordered[0], torch.arange(count, dtype=ordered.dtype, device=own.device), right=True)
-    return order[:, : int(ends[-1])].contiguous(), ends
-
-
-@used_rows.register_fake
-def _(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    _fit_own(own, count)
-    return own.new_empty((1, own.shape[1] * own.shape[2]), dtype=torch.int64), own.new_empty((count,), dtype=torch.int64)
-
-
 def _fit_own(own: Tensor, count: int) -> None:
     if own.dim() != 3 or own.shape[0] != 1 or own.dtype not in INTEGERS or count < 1:
         raise misfit("used_rows", f"integers [1, t, m] choose among {count} experts, 1 or more", own=own)
 
 
-@torch.library.custom_op("meshc::rows_of_tokens", mutates_args=())
-def rows_of_tokens(x: Tensor, used: Tensor, chosen: int) -> Tensor:
-    _fit_tokens(x, used, chosen)
-    return x.index_select(0, used[0].div(chosen, rounding_mode="floor")).unsqueeze(0)
-
-
-@rows_of_tokens.register_fake
-def _(x: Tensor, used: Tensor, chosen: int) -> Tensor:
-    _fit_tokens(x, used, chosen)
-    return x.new_empty((1, used.shape[1], x.shape[1]))
+@operator(
+    "used_rows",
+    results=lambda own, count: tuple(own.new_empty(shape, dtype=torch.int64) for shape in ((1, own.shape[1] * own.shape[2]), (count,))),
+    fit=_fit_own,
+)
+def used_rows(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    choice = own.reshape(1, -1)
+    ordered, order = torch.sort(torch.where((choice < 0) | (choice >= count), count, choice), dim=1, stable=True)
+    ends = torch.searchsorted(ordered[0], torch.arange(count, dtype=ordered.dtype, device=own.device), right=True)
+    return order[:, : int(ends[-1])].contiguous(), ends
 
 
 def _fit_tokens(x: Tensor, used: Tensor, chosen: int) -> None:
@@ -63,16 +49,9 @@ def _fit_tokens(x: Tensor, used: Tensor, chosen: int) -> None:
         raise misfit("rows_of_tokens", f"tokens [t, h] are in places [1, r] of {chosen} choices, 1 or more", x=x, used=used)
 
 
-@torch.library.custom_op("meshc::rows_of_places", mutates_args=())
-def rows_of_places(x: Tensor, used: Tensor) -> Tensor:
-    _fit_places(x, used)
-    return x.index_select(1, used[0])
-
-
-@rows_of_places.register_fake
-def _(x: Tensor, used: Tensor) -> Tensor:
-    _fit_places(x, used)
-    return x.new_empty((1, used.shape[1], *x.shape[2:]))
+@operator("rows_of_tokens", results=lambda x, used, *_: x.new_empty((1, used.shape[1], x.shape[1])), fit=_fit_tokens)
+def rows_of_tokens(x: Tensor, used: Tensor, chosen: int) -> Tensor:
+    return x.index_select(0, used[0].div(chosen, rounding_mode="floor")).unsqueeze(0)
 
 
 def _fit_places(x: Tensor, used: Tensor) -> None:
@@ -80,17 +59,19 @@ def _fit_places(x: Tensor, used: Tensor) -> None:
         raise misfit("rows_of_places", "values [1, places, ..] are in places [1, r]", x=x, used=used)
 
 
-@torch.library.custom_op("meshc::used_mm", mutates_args=())
+@operator("rows_of_places", results=lambda x, used: x.new_empty((1, used.shape[1], *x.shape[2:])), fit=_fit_places)
+def rows_of_places(x: Tensor, used: Tensor) -> Tensor:
+    return x.index_select(1, used[0])
+
+
+@operator(
+    "used_mm",
+    results=lambda rows, matrices, *_: rows.new_empty((1, rows.shape[1], matrices.shape[2])),
+    fit=lambda rows, matrices, ends, *_: _fit_mm(rows, matrices, ends),
+)
 def used_mm(rows: Tensor, matrices: Tensor, ends: Tensor, filled: float) -> Tensor:
     """`filled` is the share of places that have a row if tokens choose evenly; only the cost model uses it."""
-    _fit_mm(rows, matrices, ends)
     return mm_of_runs(rows[0], matrices, ends).unsqueeze(0)
-
-
-@used_mm.register_fake
-def _(rows: Tensor, matrices: Tensor, ends: Tensor, filled: float) -> Tensor:
-    _fit_mm(rows, matrices, ends)
-    return rows.new_empty((1, rows.shape[1], matrices.shape[2]))
 
 
 def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
@@ -100,16 +81,13 @@ def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
         raise misfit("used_mm", rule, rows=rows, matrices=matrices, ends=ends)
 
 
-@torch.library.custom_op("meshc::used_outer", mutates_args=())
+@operator(
+    "used_outer",
+    results=lambda left, right, ends, *_: left.new_empty((ends.shape[0], left.shape[2], right.shape[2])),
+    fit=lambda left, right, ends, *_: _fit_outer(left, right, ends),
+)
 def used_outer(left: Tensor, right: Tensor, ends: Tensor, filled: float) -> Tensor:
-    _fit_outer(left, right, ends)
     return outer_of_runs(left[0], right[0], ends)
-
-
-@used_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor, filled: float) -> Tensor:
-    _fit_outer(left, right, ends)
-    return left.new_empty((ends.shape[0], left.shape[2], right.shape[2]))
 
 
 def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
@@ -119,33 +97,29 @@ def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
         raise misfit("used_outer", rule, left=left, right=right, ends=ends)
 
 
-@torch.library.custom_op("meshc::tokens_of_rows", mutates_args=())
+@operator(
+    "tokens_of_rows",
+    results=lambda rows, used, tokens, *_: rows.new_empty((tokens, rows.shape[2])),
+    fit=lambda rows, used, tokens, chosen: _fit_rows(
+        "tokens_of_rows", rows, used, tokens * chosen, rows.dim() == 3 and tokens >= 0 and chosen >= 1
+    ),
+)
 def tokens_of_rows(rows: Tensor, used: Tensor, tokens: int, chosen: int) -> Tensor:
-    _fit_rows("tokens_of_rows", rows, used, tokens * chosen, rows.dim() == 3 and tokens >= 0 and chosen >= 1)
     if rows.dtype in EXACT and not rows.is_cuda:  # terms are accumulated in their order
         return rows.new_zeros(tokens, rows.shape[2]).index_add_(0, used[0].div(chosen, rounding_mode="floor"), rows[0])
     return _scatter_to_places(rows, used, tokens * chosen).view(tokens, chosen, rows.shape[2]).sum(1)
 
 
-@tokens_of_rows.register_fake
-def _(rows: Tensor, used: Tensor, tokens: int, chosen: int) -> Tensor:
-    _fit_rows("tokens_of_rows", rows, used, tokens * chosen, rows.dim() == 3 and tokens >= 0 and chosen >= 1)
-    return rows.new_empty((tokens, rows.shape[2]))
-
-
-@torch.library.custom_op("meshc::places_of_rows", mutates_args=())
+@operator(
+    "places_of_rows",
+    results=lambda rows, used, places: rows.new_empty((1, places, *rows.shape[2:])),
+    fit=lambda rows, used, places: _fit_rows("places_of_rows", rows, used, places, rows.dim() >= 2),
+)
 def places_of_rows(rows: Tensor, used: Tensor, places: int) -> Tensor:
-    _fit_rows("places_of_rows", rows, used, places, rows.dim() >= 2)
     return _scatter_to_places(rows, used, places)
 
 
-@places_of_rows.register_fake
-def _(rows: Tensor, used: Tensor, places: int) -> Tensor:
-    _fit_rows("places_of_rows", rows, used, places, rows.dim() >= 2)
-    return rows.new_empty((1, places, *rows.shape[2:]))
-
-
-@torch.library.custom_op("meshc::rows_spread", mutates_args=())
+@operator("rows_spread", results=lambda rows, dim, size, start, step: rows.new_empty(_fit_spread(rows, dim, size, start, step)))
 def rows_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
     """As `slice_backward`: rows at `start`, `start + step`, .. of a dim of `size`, zeros elsewhere."""
     shape = _fit_spread(rows, dim, size, start, step)
@@ -153,11 +127,6 @@ def rows_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> Ten
     where = tuple(slice(start, start + (rows.shape[dim] - 1) * step + 1, step) if place == dim else slice(None) for place in range(dim + 1))
     out[where] = rows
     return out
-
-
-@rows_spread.register_fake
-def _(rows: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
-    return rows.new_empty(_fit_spread(rows, dim, size, start, step))
 
 
 def _fit_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> list[int]:

@@ -20,7 +20,6 @@ from torch.fx import Node
 from meshc.ir import is_getitem
 from meshc.ir.schemas import argument_names
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
-from meshc.ops import delta_rule_turns as _turns  # noqa: F401 - likewise
 from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.rules.operator import Operator, Shapes, declarations
 from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of

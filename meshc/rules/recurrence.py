@@ -17,7 +17,6 @@ from torch.fx import Node
 
 from meshc.ir.functions import Target
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
-from meshc.ops import recurrence_turns as _turns  # noqa: F401 - likewise
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
 from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
