@@ -180,7 +180,7 @@ REPLACEMENTS: Final[Mapping[str, Replacement]] = {
     "dynamo_compiling": Replacement(
         "torch.compiler:is_dynamo_compiling", "2.11", "trace", "()", "likewise"),
     "autograd_function": Replacement(
-        "torch.autograd:Function.apply", "2.11", "trace", "(args, kwargs)",
+        "torch.autograd:Function.apply", "2.11", "trace", "method | builtin_function_or_method",
         "where layers are compared: their calls are recorded with arguments, since their backward is not run"),
     "layer_call": Replacement(
         "torch.nn:Module._call_impl", "2.11", "trace", "(self, args, kwargs)",

@@ -195,7 +195,7 @@ class _CallRecorder(TorchFunctionMode):
         own: Any = vars(torch.autograd.Function)["apply"]
         with (
             replace_in("layer_call", [(layer, "_call_impl", self._wrap_layer(place, layer._call_impl)) for layer, place in layers]),
-            replace_targets(autograd_function=classmethod(self._wrap_autograd_apply(own.__func__))),
+            replace_targets(autograd_function=classmethod(self._wrap_autograd_apply(own))),
         ):
             yield
 
@@ -213,17 +213,17 @@ class _CallRecorder(TorchFunctionMode):
 
         return call_layer
 
-    def _wrap_autograd_apply(self, apply: Any) -> Callable[..., Any]:
+    def _wrap_autograd_apply(self, own: Any) -> Callable[..., Any]:
         """Records calls of user-defined autograd functions with their arguments, since their backward is not run here. Those of registered
         operators are skipped: the operators have been recorded."""
 
         def apply_recording(kind: type, *args: Any, **kwargs: Any) -> Any:
             if kind.__module__.startswith("torch._library."):
-                return apply(kind, *args, **kwargs)
+                return own.__get__(None, kind)(*args, **kwargs)
             tensors: list[torch.Tensor] = []
             given = self._plain_data((args, kwargs), tensors)
             self._rows().append(RecordedCall(("function", kind, given), tuple(map(self.origin, tensors))))
-            return apply(kind, *args, **kwargs)
+            return own.__get__(None, kind)(*args, **kwargs)
 
         return apply_recording
 
