@@ -188,13 +188,15 @@ def likeliest(self: Any, input: Tensor) -> Tensor:
 _AUTOGRAD: Any = torch._C._autograd
 DATA: Final = (_AUTOGRAD._get_data_attr, "detach", torch.detach)
 """Calls whose result shares the memory of their operand, without being a view for torch."""
+SETTERS: Final = (Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None))
+"""Dynamo's call for an assignment; the second from torch 2.14 on."""
 COUNTED: Final = "_lower_version_count_by_1"
 """Dynamo's call after such a write, by which torch's version counter ignores it."""
 
 
 def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) -> None:
     """Rewrite the assignments of a trace in place. Raises CaptureError."""
-    setters = [node for node in module.graph.nodes if node.target is Tensor.set_ and len(node.args) == 2]
+    setters = [node for node in module.graph.nodes if node.target in SETTERS and len(node.args) == 2]
     if not setters:
         return
     written = InsertedCalls(module)

@@ -210,12 +210,18 @@ _BY_VALUES: Final = r"^(bincount|histogram|histogramdd)\b"
 """Calls whose result has no known shape before the values, even where the model implies one: bincount(x).view(8)."""
 
 
+UNBOUND: Final = r"failed to bind arguments|raised exception TypeError\(.*argument"
+"""Dynamo's words for arguments that a function does not take; the second from torch 2.14 on."""
+NOT_RUN: Final = r"\A.*when making fake tensor call|raised exception RuntimeError\(['\"]Dynamo failed to run FX node"
+"""Its words for an operator that does not take its operands; the second for some from torch 2.14 on."""
+
+
 def explain_error(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
     """The error to raise for an error of torch's tracer."""
     if isinstance(error, MeshcError):
         return error
     text = str(error)
-    unfit = does_not_bind(signature, args, kwargs) if "failed to bind arguments" in text else ""
+    unfit = does_not_bind(signature, args, kwargs) if re.search(UNBOUND, text) else ""
     foreign = re.search(r"inputs with type `<class '([^']+)'>` is not supported", text)
     if foreign:
         name = foreign[1].rsplit(".", 1)[-1]
@@ -235,12 +241,15 @@ def explain_error(error: Exception, signature: Callable[..., object], args: Sequ
     if raised and raised[1] in (kind.__name__ for kind in MeshcError.__subclasses__()):  # raised by a replacement of a part of the model
         said, _, advice = raised[3].partition("; what to do: ")
         return CaptureError(f"{said}{where}" + (f"\n  what to do: {advice}" if advice else ""))
+    refused = re.search(NOT_RUN, text) is not None
+    raised = None if refused else raised
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
-    refused = "when making fake tensor call" in reason
     if refused and "no fake impl registered" in text:
         reason = f"{_innermost(error)}".split(". ")[0]
     elif refused:
-        reason = f"an operator does not take what it is given: {_innermost(error)}"
+        inner = str(_innermost(error))
+        got = re.search(r": got \w+\((['\"])(.*)\1\)", inner, re.DOTALL)
+        reason = f"an operator does not take what it is given: {got[2] if got else inner}"
     seen = _code(error) if raised else f"{reason}\n{text}\n{_code(error)}"
     advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused or raised else _OTHERWISE)
     return CaptureError(f"the model cannot be traced as one graph: {reason}{where}\n  what to do: {advice}")

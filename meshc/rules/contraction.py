@@ -79,9 +79,13 @@ def _vector_flops(node: Node, shapes: Shapes) -> float:
     return 2.0 * prod(shapes[0])
 
 
+PDIST_GRAD = aten._pdist_backward.default._schema.arguments[0].name
+"""`grad`, and `grad_output` from torch 2.14 on."""
+
+
 def _has_pairs(o: Operands) -> bool:
     rows = o["self"].shape[0]
-    return rows > 0 and o["self"].dim() == 2 and o["grad"].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
+    return rows > 0 and o["self"].dim() == 2 and o[PDIST_GRAD].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
 
 
 OPERATORS = declarations({
@@ -107,7 +111,7 @@ OPERATORS = declarations({
     "_pdist_backward": Operator(
         preconditions=(
             holds("grad and pdist have a number for each pair of rows", _has_pairs),
-            same_dtype("grad", "self", "pdist"),
+            same_dtype(PDIST_GRAD, "self", "pdist"),
         )
     ),
     "_trilinear": Operator(_trilinear),

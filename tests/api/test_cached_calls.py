@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfi
 
 import meshc
 from meshc.frontend.padded_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes
+from tests.zoo.caches import offloaded
 
 IDS = torch.arange(1, 34).reshape(3, 11)
 MESH = meshc.Mesh("dp=2,tp=2")
@@ -84,12 +84,6 @@ def recording() -> DynamicCache:
     cache = DynamicCache(config=MambaConfig(num_hidden_layers=1))
     cache.activate_past_recording()
     return cache
-
-
-def offloaded() -> DynamicCache:
-    """Made on a machine without a GPU too, where a torch for CUDA has no stream to copy on."""
-    with mock.patch.object(torch, "Stream"):
-        return DynamicCache(offloading=True)
 
 
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16)

@@ -113,7 +113,7 @@ def test_what_a_policy_saves_is_kept() -> None:
 
 def test_who_said_so() -> None:
     program = meshc.compile(Checkpointed(), meshc.Mesh("dp=2"), kwargs=X)
-    assert "recomputed: the model, which checkpoints a region there" in str(program.explain("value:first.drop"))
+    assert "recomputed: the model, which checkpoints a region there" in str(program.explain("value:first.up"))
 
 
 def test_a_policy_that_raises_is_named() -> None:

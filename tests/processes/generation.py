@@ -40,6 +40,7 @@ from transformers import (
 
 import meshc
 from tests.processes.session import run_checks
+from tests.zoo.caches import offloaded
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -354,7 +355,7 @@ def refusals(mesh: Any) -> None:
     with refused("says use_cache=False"):
         program(input_ids=ids, cache=DynamicCache(), use_cache=False)
     with refused("offloaded to the host"):
-        program(input_ids=ids, cache=DynamicCache(offloading=True))
+        program(input_ids=ids, cache=offloaded())
     model.requires_grad_(True)
     with refused("under torch.no_grad"):
         program(input_ids=ids, cache=DynamicCache())
