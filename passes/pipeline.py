@@ -73,8 +73,14 @@ UPDATE: Final[Pass[TracedModel, TracedModel]] = Pass(
 
 FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = Pass("factorize", imported("place.find_factors:find_factors"))
 
+SPLIT_AXES: Final[Pass[PlacedModel, PlacedModel]] = Pass(
+    "split_axes",
+    imported("planner.split_by_heads:split_axes"),
+    "once it is known how many heads there are; before annotate, the first that reads the mesh and the plan",
+)
+
 PLACE: Final[tuple[Pass[PlacedModel, PlacedModel], ...]] = (
-    Pass("annotate", imported("place.annotate:annotate"), "the first that reads the plan"),
+    Pass("annotate", imported("place.annotate:annotate"), "the first that reads the plan's words"),
     Pass("propagate", imported("place.assign:assign")),
     Pass("lay_ports", imported("place.lay_ports:lay_ports"), "after propagate: a parameter is stored as its first use wants it"),
 )
@@ -185,7 +191,7 @@ LOWER: Final[tuple[Pass[LoweredProgram, LoweredProgram], ...]] = (
 
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
-    FACTORIZE.name, *(each.name for each in PLACE),
+    FACTORIZE.name, SPLIT_AXES.name, *(each.name for each in PLACE),
     PARTITION.name, *(each.name for each in (*RECOMPUTED, *PARTS, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Names of all passes, in order."""

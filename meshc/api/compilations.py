@@ -31,9 +31,8 @@ from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.lower.exposed_copies import EXPOSED
 from meshc.passes.phases.request import Request
-from meshc.plan.by_group import parts_between
-from meshc.plan.by_node import with_axes_apart
 from meshc.plan.plan import Plan
+from meshc.plan.split_axes import parts_between, with_axes_apart
 from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import descriptions

@@ -2,8 +2,8 @@
 
     Mesh("ep=16"), "ep: experts > batch"       on nodes of 8 ranks       Mesh("ep_across=2,ep_inside=8"), and an entry for each
 
-How many ranks a node has is a figure of the device (`meshc/cost/devices.py`). What is taken apart by how many heads there are, passes take
-apart (`passes/driver/axes_by_heads.py`); what a plan says of that is refused here, where it cannot be.
+How many ranks a node has is a figure of the device (`meshc/cost/devices.py`). What is taken apart by how many heads there are, a pass takes
+apart (`passes/planner/split_by_heads.py`); what a plan says of that is refused here, where it cannot be.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
 from meshc.options import Options, refuse_others
-from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
 from meshc.plan.entries import AxisEntry, FactorTerm
-from meshc.plan.products import taken_apart
 from meshc.plan.recipes import PlanLike, resolve
+from meshc.plan.split_axes import expert_axes, parts_by_node, taken_apart, with_axes_apart
 
 
 def with_parts(mesh: Mesh | DeviceMesh, plan: PlanLike, options: Options) -> tuple[Mesh | DeviceMesh, PlanLike]:

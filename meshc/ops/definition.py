@@ -34,7 +34,7 @@ def operator(
     def register(function: Function) -> torch.library.CustomOpDef:
         empty = _like(function, results.split()) if isinstance(results, str) else results
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def check_and_call(*args: Any, **kwargs: Any) -> Any:
             if fit is not None:
                 fit(*args, **kwargs)
             return function(*args, **kwargs)
@@ -44,7 +44,7 @@ def operator(
                 fit(*args, **kwargs)
             return empty(*args, **kwargs)
 
-        called = checked if fit is not None else function
+        called = check_and_call if fit is not None else function
         said = schema or torch.library.infer_schema(function, mutates_args=())
         made = torch.library.custom_op(f"meshc::{name}", called, mutates_args=(), schema=said)
         made.register_fake(fake)

@@ -102,7 +102,7 @@ def turn(
             *made, state = results(**given)
             return *made, state.unsqueeze(0)
 
-        def taken(*args: Any) -> Any:
+        def call_part(*args: Any) -> Any:
             given, takes = of_part(args)
             if not takes:
                 return _alone(tuple(one.zero_() for one in empty(given)))
@@ -110,7 +110,7 @@ def turn(
             *others, state = made if isinstance(made, tuple) else (made,)
             return _alone((*others, state.unsqueeze(0)))
 
-        return operator(name, lambda *args: _alone(empty(of_part(args)[0])), schema=schema)(taken)
+        return operator(name, lambda *args: _alone(empty(of_part(args)[0])), schema=schema)(call_part)
 
     return register
 
@@ -138,13 +138,13 @@ def _fit(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -
         raise misfit("in_turn", rule, **{f"turn {index}": one for index, one in enumerate(made)})
 
 
-def _joined(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -> Tensor:
+def _empty_joined(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -> Tensor:
     shape = list(made[0].shape)
     shape[dim] *= len(made) - ranks + 1
     return made[0].new_empty(shape)
 
 
-@operator("in_turn", results=_joined, fit=_fit)
+@operator("in_turn", results=_empty_joined, fit=_fit)
 def in_turn(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -> Tensor:
     parts = len(made) - ranks + 1
     first = Turn(0, parts, place, ranks, back).link

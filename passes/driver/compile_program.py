@@ -19,7 +19,6 @@ from meshc.ir import calls
 from meshc.lazy_module import LazyModule
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver.axes_by_heads import split_axes_by_heads
 from meshc.passes.driver.compile_at_depth import is_depth_valid, run_at_depth
 from meshc.passes.driver.joined_batch import run_with_joined_batch
 from meshc.passes.driver.pass_memo import PassMemo, run_before_recompute, run_to_partition
@@ -89,7 +88,7 @@ def _compile_trace(
 def _compile_factors(
     placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay | None = None
 ) -> tuple[PlainProgram, LoweredProgram]:
-    placed = split_axes_by_heads(placed)
+    placed = run_pass(pipeline.SPLIT_AXES, placed, hook)
     if placed.depth is not None:
         if rows_to_open(placed) is not None:
             raise Unequal("its batch has one row, which is to be split")
@@ -138,7 +137,7 @@ def compile_traced(
 def partition_traced(traced: TracedModel) -> LoweredProgram:
     """The passes after the trace up to `partition`, for a request that leaves nothing open."""
     with fewer_collections():
-        return run_to_partition(split_axes_by_heads(update_and_factorize(traced)), None)
+        return run_to_partition(run_pass(pipeline.SPLIT_AXES, update_and_factorize(traced)), None)
 
 
 def place(request: Request) -> PlacedModel:

@@ -66,7 +66,7 @@ def _unknown_factors(placed: PlacedModel) -> tuple[list[str], list[str]]:
     notes, faults = [], []
     for entry in placed.plan.axes:
         for term in entry.terms:
-            if term.rest is not None:  # `driver/axes_by_heads.py` has made two axes of the entries of a plan
+            if term.rest is not None:  # `split_axes` has made two axes of the entries of a plan
                 faults.append(f"{entry.where}: {term} takes an axis apart, which is done before a model is placed; write two axes")
                 continue
             if any(term.covers(name) for name in (*known, *placed.names.ones)):

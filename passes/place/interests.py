@@ -14,8 +14,8 @@ from torch.fx import Node
 from meshc.ir import records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.factor_names import FactorNames
-from meshc.plan.by_name import EVEN
 from meshc.plan.plan import Plan
+from meshc.plan.split_axes import EVEN
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ NEEDED = {
     "differentiate": "gradients",
     "update": "new parameters and state",
     "factorize": "which dims are one",
+    "split_axes": "axes that a plan has for two factors",
     "annotate": "pins, and refusals of a plan that does not fit",
     "propagate": "where values are sharded",
     "lay_ports": "where ports are sharded",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshc.ir.mesh import Mesh
-from meshc.plan.by_group import parts_between, parts_by_group
 from meshc.plan.recipes import resolve
+from meshc.plan.split_axes import parts_between, parts_by_group
 
 
 @pytest.mark.parametrize("mesh, plan, shared, groups, wanted", [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshc.ir.mesh import Mesh
-from meshc.plan.by_name import parts_by_name
-from meshc.plan.by_node import parts_by_node, with_axes_apart
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
+from meshc.plan.split_axes import parts_by_name, parts_by_node, with_axes_apart
 
 
 @pytest.mark.parametrize(

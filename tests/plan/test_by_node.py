@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshc.ir.mesh import Mesh
-from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
 from meshc.plan.recipes import resolve
+from meshc.plan.split_axes import expert_axes, parts_by_node, with_axes_apart
 
 
 @pytest.mark.parametrize("mesh, plan, ranks_per_node, wanted", [

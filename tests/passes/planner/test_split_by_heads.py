@@ -10,12 +10,11 @@ import torch
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.passes.driver import compile_program as driver
-from meshc.passes.driver.axes_by_heads import split_axes_by_heads
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.plan.by_group import parts_between
-from meshc.plan.by_node import with_axes_apart
+from meshc.passes.planner.split_by_heads import split_axes
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
+from meshc.plan.split_axes import parts_between, with_axes_apart
 from tests import models
 from tests.captured import Captured
 
@@ -32,7 +31,7 @@ def placed() -> PlacedModel:
 
 def on(placed: PlacedModel, mesh: Mesh, plan: PlanLike, fixed: bool) -> PlacedModel:
     request = replace(placed.request, mesh=mesh, plan=plan, fixed={"a parameter": None} if fixed else {})
-    return split_axes_by_heads(placed.restart_for_request(request))
+    return split_axes(placed.restart_for_request(request))
 
 
 @pytest.mark.parametrize("plan", [None, BOTH])

@@ -1,35 +1,48 @@
-"""Mesh and plan with axes split in two by the model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
+"""Pass that splits axes in two by how many heads the model has (`meshc/plan/split_axes.py`): a finer mesh, and the plan for it.
 
     cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
     tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise
     cp=4, without an entry                      of one with 6 heads                              cp_seq=2,cp_heads=2, likewise
 
-The number of heads is known once factors have names. No earlier pass reads the mesh or the plan; later ones read the new ones.
+Ranks of a group share a key-value head; key and value projections are pinned there, so that each rank computes the results and none sends
+them:
+
+    pin op:model.layers.*.self_attn.[kv]_proj/forward/mm: -/tp_group            the rank's one head, on all ranks of the group
+    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm: -/tp_group           gradient of the weight, from the head's whole gradient
+    pin op:model.layers.*.self_attn.[kv]_proj/backward/mm.2: head/tp_group      gradient of the operand: each rank has a part of the sum
+
+The operand's gradient is summed over the group in any case, with that of queries; the parts are added to the same sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
-from meshc.lazy_module import LazyModule
+from meshc.passes.phases.factors import Instance
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.plan.by_group import GROUP, SHARED, parts_by_group
-from meshc.plan.by_name import HEADS, parts_by_name
-from meshc.plan.by_node import with_axes_apart
-from meshc.plan.plan import open_axes
-from meshc.plan.products import factor_of, keep_one_factor, parts_of, taken_apart
+from meshc.passes.place.interests import interests
+from meshc.passes.place.operator_names import named_operators
+from meshc.passes.planner.cover_patterns import cover_patterns
+from meshc.plan.entries import NOTHING
+from meshc.plan.plan import Plan, open_axes
+from meshc.plan.split_axes import (
+    GROUP,
+    HEADS,
+    SHARED,
+    factor_of,
+    keep_one_factor,
+    parts_by_group,
+    parts_by_name,
+    parts_of,
+    taken_apart,
+    with_axes_apart,
+)
 
-if TYPE_CHECKING:
-    from meshc.passes.planner import shared_key_pins
-else:
-    shared_key_pins = LazyModule("meshc.passes.planner.shared_key_pins")
 
-
-def split_axes_by_heads(placed: PlacedModel) -> PlacedModel:
+def split_axes(placed: PlacedModel) -> PlacedModel:
     """`placed` with such axes split, and a note for each axis that the plan does not split itself; unchanged where there is none. Where a
     search decides about axes, or another program has fixed the storage of parameters, only axes that the plan splits are.
 
@@ -71,7 +84,7 @@ def _by_group(placed: PlacedModel) -> PlacedModel:
     parts = parts_by_group(placed.plan, placed.mesh, _sizes(placed, SHARED[0]), _sizes(placed, GROUP[0]))
     told = _with_split_axes(placed, parts)
     for heads, group in parts.values():
-        plan = told.plan + shared_key_pins.pins_for_keys(told, heads.name, group.name)
+        plan = told.plan + _pins_for_keys(told, heads.name, group.name)
         told = told.restart_for_request(replace(told.request, plan=plan))
     return told.with_notes(*(
         f"{axis}: taken apart into {heads} and {group}: {heads.name} splits the {heads.size} key-value heads, {group.name} the heads of "
@@ -104,3 +117,38 @@ def _with_split_axes(placed: PlacedModel, parts: Mapping[str, tuple[Axis, ...]])
     axes = [one for axis in mesh.axes for one in parts.get(axis.name, (axis,))]
     finer = Mesh.from_axes(axes, mesh.device_type, mesh.ranks)
     return placed.restart_for_request(replace(placed.request, mesh=finer, plan=with_axes_apart(placed.plan, parts)))
+
+
+def _pins_for_keys(placed: PlacedModel, heads: str, group: str) -> Plan:
+    """Pins for the axes `heads`, which splits key-value heads, and `group`, which splits the queries of each. Operators that the plan
+    itself pins along `group` get none."""
+    named = named_operators(placed)
+    wanted = interests(placed.plan, placed.names, list(placed.sizes))[heads]
+    told: dict[str, list[str]] = {}
+    for name, instance in named.items():
+        keys = _key_heads_factor(instance, placed.names.also)
+        pinned = any(group in pin.axes and pin.matches(name) for pin in placed.plan.operators)
+        if keys is not None and not pinned and wanted.rank(keys, instance.node, placed.names) is not None:
+            told.setdefault(_split_term(instance, placed, placed.sizes[group]), []).append(name)
+    return Plan([
+        f"pin op:{pattern}: {what}/{group}" for what, names in told.items() for pattern in cover_patterns(names, names, list(named))
+    ])  # fmt: skip
+
+
+def _key_heads_factor(instance: Instance, also: Mapping[int, Iterable[str]]) -> int | None:
+    """Factor of key-value heads of a product with a parameter; None if queries are in it too, or for other operators."""
+    if not {"makes", "contracts"} & {*instance.rule.roles.values()}:
+        return None
+    found = [factor for factor in instance.factor.values() if "kv_heads" in also[factor]]
+    others = any("group" in also[factor] for factor in instance.factor.values())
+    return found[0] if found and not others else None
+
+
+def _split_term(instance: Instance, placed: PlacedModel, ranks: int) -> str:
+    """Term for `group` to split: features of the head where they are summed over and `ranks` divides them, else nothing."""
+    heads = [token for token, factor in instance.factor.items() if placed.names.of[factor] == "head"]
+    for number, token in enumerate(heads, 1):
+        summed = all(token in sums for sums in instance.sums)
+        if summed and token not in instance.whole and placed.real(instance.size[token]) % ranks == 0:
+            return "head" if number == 1 else f"head[{number}]"
+    return NOTHING
