@@ -5,33 +5,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite, is_in
+from meshc.plan.entries import PlanLine, is_in
 
 MOST: Final = 256
 """Largest number of chunks; each adds lines to the program."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLine:
+class ChunkLine(PlanLine):
     """The matrix product in the module that ``pattern`` names, and the loss computed from the product, run in ``count`` chunks."""
 
     pattern: str
     count: int
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     def covers(self, module: str) -> bool:
         """Whether the line applies to operators of the module at this path."""
         return is_in(module, self.pattern)
-
-    @property
-    def where(self) -> str:
-        """The line as messages cite it."""
-        return cite(self)
 
     def __str__(self) -> str:
         return f"chunk {self.pattern}: {self.count}"
@@ -47,4 +40,4 @@ def read_chunk_line(line: Line, number: int) -> ChunkLine:
         line.fail(f"from 1 (whole) to {MOST} chunks", start)
     if not line.is_at_end:
         line.fail("a chunk line ends after its number")
-    return ChunkLine(pattern, count, number, line.text.strip())
+    return ChunkLine(pattern, count, line=number, text=line.text.strip())

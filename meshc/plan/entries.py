@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 STORES: Final[tuple[str, ...]] = ("params", "grads", "state")
 """Kinds that a store clause or a store line may name, in printed order."""
@@ -18,6 +18,22 @@ PARTIAL: Final = "partial"
 """Written in place of a factor in an operator pin: a sum stays partial over the axis."""
 PENDING: Final = "pending"
 """Earlier versions' word for `partial`; it is still read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """A line of a plan: its number, 0 if the plan was not read from lines, and its text as written."""
+
+    line: int = field(default=0, compare=False, kw_only=True)
+    text: str = field(default="", compare=False, kw_only=True)
+
+    @property
+    def where(self) -> str:
+        """The line as messages and reasons cite it."""
+        return self.cite()
+
+    def cite(self) -> str:
+        return f"line {self.line}, `{self.text}`" if self.line else f"`{self.text or self}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +57,12 @@ class FactorTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class AxisEntry:
+class AxisEntry(PlanLine):
     """The factors that one axis splits. ``ranks`` is empty for ``-`` (no operator splits anything along the axis) and for ``auto``."""
 
     axis: str
     ranks: tuple[tuple[FactorTerm, ...], ...] = ()
     store: tuple[str, ...] = ()
-    line: int = field(default=0, compare=False)
-    """Line number of the entry; 0 if the plan was not read from lines."""
-    text: str = field(default="", compare=False)
     source: str = field(default="hand", compare=False)
     """Origin of the entry: ``hand``, ``recipe NAME`` or ``role ROLE, recipe NAME``."""
     role: str = field(default="", compare=False)
@@ -65,7 +78,7 @@ class AxisEntry:
     @property
     def where(self) -> str:
         """The entry as messages and reasons cite it."""
-        return cite(self) if self.source == "hand" else f"`{self}` ({self.source})"
+        return self.cite() if self.source == "hand" else f"`{self}` ({self.source})"
 
     @property
     def splits(self) -> str:
@@ -99,23 +112,16 @@ class PinDim:
         return " * ".join(map(str, self.factors)) or "_"
 
 
-class _OfTensors:
+@dataclass(frozen=True, slots=True)
+class _OfTensors(PlanLine):
     """A line that shards the tensors that a pattern names, with an entry for each of their dims."""
 
-    __slots__ = ()
     pattern: str
     dims: tuple[PinDim, ...]
-    line: int
-    text: str
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches this parameter (``fc.weight``), input (``input:x``) or value (``value:model.norm``)."""
         return fnmatchcase(name, self.pattern)
-
-    @property
-    def where(self) -> str:
-        """The line as messages and reasons cite it."""
-        return cite(self)
 
     def splits(self) -> list[tuple[str, int, str]]:
         """Every (axis, dim, factor) of the line."""
@@ -126,11 +132,7 @@ class _OfTensors:
 class Pin(_OfTensors):
     """Required sharding of the tensors that ``pattern`` names. ``only``: of those values alone, not of their factors' whole classes."""
 
-    pattern: str
-    dims: tuple[PinDim, ...]
     only: bool = False
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"pin {self.pattern}: {', '.join(map(str, self.dims))}{'  only' if self.only else ''}"
@@ -144,11 +146,7 @@ class StoreLine(_OfTensors):
     by the axes whose store clauses say so.
     """
 
-    pattern: str
-    dims: tuple[PinDim, ...]
     kinds: tuple[str, ...] = STORES
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         kinds = "" if self.kinds == STORES else f" {', '.join(self.kinds)}"
@@ -168,7 +166,7 @@ class OperatorSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorPin:
+class OperatorPin(PlanLine):
     """Use of some axes in the operators that ``pattern`` names: they split factors (``splits``), split nothing (``whole``), or keep partial
     sums partial (``partial``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
 
@@ -176,8 +174,6 @@ class OperatorPin:
     splits: tuple[OperatorSplit, ...] = ()
     whole: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     @property
     def modules(self) -> str:
@@ -192,11 +188,6 @@ class OperatorPin:
     def matches(self, name: str) -> bool:
         """Whether the pattern matches the operator of this name (``model.norm/forward/mul.2``)."""
         return all(map(fnmatchcase, name.split("/"), self.pattern.split("/")))
-
-    @property
-    def where(self) -> str:
-        """The line as messages and reasons cite it."""
-        return cite(self)
 
     def __str__(self) -> str:
         told = [*self.splits, *("/".join((word, *axes)) for word, axes in ((NOTHING, self.whole), (PARTIAL, self.partial)) if axes)]
@@ -213,21 +204,6 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
     return [f"an axis has two entries, which should be one: {one.where} and {other.where}" for one, other in doubled]
 
 
-class CitedLine(Protocol):
-    """A line of a plan: its number (0 if it has none) and its text as written."""
-
-    @property
-    def line(self) -> int: ...
-
-    @property
-    def text(self) -> str: ...
-
-
 def is_in(module: str, pattern: str) -> bool:
     """Whether the glob matches the module at this path, or a module that contains it."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-
-
-def cite(item: CitedLine) -> str:
-    """A line as messages and reasons cite it."""
-    return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

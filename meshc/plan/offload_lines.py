@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.ir.storage_moves import TIERS, Storage, is_state_only
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite, is_in
+from meshc.plan.entries import PlanLine, is_in
 
 STATE: Final = "state"
 PARAMS: Final = "params"
@@ -32,7 +32,7 @@ TO_COME: Final = ("grads",)
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadLine:
+class OffloadLine(PlanLine):
     """An offload line. ``what`` is STATE or PARAMS, with a ``pattern`` of parameter names, or MODULES or VALUE, with one of module paths.
     For STATE, ``update``: its update runs on the host; ``storage``: the tier in which it is stored."""
 
@@ -40,8 +40,6 @@ class OffloadLine:
     pattern: str
     update: bool = False
     storage: Storage = HOST
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     def names(self, name: str) -> bool:
         """Whether the pattern matches this parameter, or the module at this path."""
@@ -50,11 +48,6 @@ class OffloadLine:
     def covers(self, module: str) -> bool:
         """Whether the line applies to operators of the module at this path."""
         return self.what == MODULES and is_in(module, self.pattern)
-
-    @property
-    def where(self) -> str:
-        """The line as messages cite it."""
-        return cite(self)
 
     def __str__(self) -> str:
         if self.what in STORED:
@@ -85,7 +78,7 @@ def read_offload_line(line: Line, number: int) -> OffloadLine:
     if not line.is_at_end:
         words = " or ".join(f"`: {tier}`" for tier in TIERS if is_state_only(tier))
         line.fail(f"an offload line ends after its pattern, of state with {words} behind it; write one line for each")
-    return OffloadLine(what, pattern, update, storage, number, line.text.strip())
+    return OffloadLine(what, pattern, update, storage, line=number, text=line.text.strip())
 
 
 def _read_tier(line: Line, what: str, update: bool, start: int) -> Storage:

@@ -201,7 +201,7 @@ def _read_axis(line: Line, number: int) -> AxisEntry:
     store = _read_store(line) if line.accept(";") else ()
     if not line.is_at_end:
         line.fail("separate factors by `,`, ranks by `>`, and put `; store ...` last")
-    return AxisEntry(axis, tuple(ranks), store, number, line.text.strip())
+    return AxisEntry(axis, tuple(ranks), store, line=number, text=line.text.strip())
 
 
 def _read_rank(line: Line, axis: str, seen: set[FactorTerm]) -> tuple[FactorTerm, ...]:
@@ -257,7 +257,7 @@ def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
         line.expect(":", f"then comes a colon, and one entry for each dim: `store {pattern} {', '.join(kinds)}: vocab/dp, _`")
     dims = _read_dims(line, again=True)
     _refuse_rest(line)
-    return StoreLine(pattern, dims, kinds, number, line.text.strip())
+    return StoreLine(pattern, dims, kinds, line=number, text=line.text.strip())
 
 
 def _read_pin(line: Line, number: int) -> Pin:
@@ -274,7 +274,7 @@ def _read_pin(line: Line, number: int) -> Pin:
     dims = _read_dims(line)
     only = line.accept(r"only\b") is not None
     _refuse_rest(line, "; `only` comes last")
-    return Pin(pattern, dims, only, number, line.text.strip())
+    return Pin(pattern, dims, only, line=number, text=line.text.strip())
 
 
 def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
@@ -349,7 +349,7 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
             splits.append(OperatorSplit(factor, tuple(axes), which))
     if not line.is_at_end:
         line.fail("separate what axes do by `,`, axes by `/`")
-    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), number, line.text.strip())
+    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), line=number, text=line.text.strip())
 
 
 def _read_split_factor(line: Line) -> tuple[str, int]:

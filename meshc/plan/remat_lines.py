@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite, is_in
+from meshc.plan.entries import PlanLine, is_in
 from meshc.plan.plan_faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
@@ -19,39 +19,25 @@ _VALUE: Final = "value:"
 
 
 @dataclass(frozen=True, slots=True)
-class RematLine:
+class RematLine(PlanLine):
     """Recompute policy of the modules that ``pattern`` names and of those in them; of several lines the last one counts."""
 
     pattern: str
     policy: str
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
 
     def covers(self, module: str) -> bool:
         """Whether the line applies to operators of the module at this path."""
         return is_in(module, self.pattern)
-
-    @property
-    def where(self) -> str:
-        """The line as messages cite it."""
-        return cite(self)
 
     def __str__(self) -> str:
         return f"remat {self.pattern}: {self.policy}"
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLine:
+class KeepLine(PlanLine):
     """Outputs of the modules that ``pattern`` names are never recomputed. ``pattern`` is a glob of module paths."""
 
     pattern: str
-    line: int = field(default=0, compare=False)
-    text: str = field(default="", compare=False)
-
-    @property
-    def where(self) -> str:
-        """The line as messages cite it."""
-        return cite(self)
 
     def __str__(self) -> str:
         return f"keep {_VALUE}{self.pattern}"
@@ -67,7 +53,7 @@ def read_remat_line(line: Line, number: int) -> RematLine:
         line.fail(f"{policy} is no policy{suggest(policy, POLICIES)}", start)
     if not line.is_at_end:
         line.fail("a remat line ends after its policy")
-    return RematLine(pattern, policy, number, line.text.strip())
+    return RematLine(pattern, policy, line=number, text=line.text.strip())
 
 
 def read_keep_line(line: Line, number: int) -> KeepLine:
@@ -76,4 +62,4 @@ def read_keep_line(line: Line, number: int) -> KeepLine:
     pattern = line.expect(GLOB, names)
     if not line.is_at_end:
         line.fail("a keep line ends after the name of a value; write one line for each")
-    return KeepLine(pattern, number, line.text.strip())
+    return KeepLine(pattern, line=number, text=line.text.strip())
