@@ -18,12 +18,11 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem
-from meshc.ir.schemas import argument_names
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
-from meshc.rules.turns import call_in_turns, join_turns, parts_of
+from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, shape_of
+from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
 
 if TYPE_CHECKING:
     from meshc.ir.functions import Target
@@ -137,22 +136,6 @@ def _states(local: Local, axes: Sequence[str], products: Node, ends: Node, edge:
     return [local.emit(meshc.delta_rule_join.default, products, ends, edge, place, reverse) for place in (local.index(axes), every)]
 
 
-def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """A turn on a rank's own tile, for a part of the rows or heads: nothing may be split further."""
-    names = argument_names(node.target)
-    given = [name for name, value in zip(names, node.args, strict=True) if isinstance(value, Node) and name != "place"]
-    lead, along = len(shape_of(tensors[given.index("k")])) - 2, integer(node.args[names.index("along")])
-
-    def text(name: str, part: bool) -> str:
-        rows = [("p!" if part else "b!") if index == along else f"d{index}!" for index in range(lead)]
-        ends = {"g": "t!", "v": "t! v!", "grad": "t! v!", "before": "a! v!", "after": "a! v!", "begin": "a! v!", "handed": "a! v!"}
-        return " ".join([*["o!"] * (name == "handed"), *rows, ends.get(name, "t! a!")])
-
-    operands = ", ".join(text(name, name == "handed") for name in given)
-    made = ["q", "k", "v", "e", "g"] if "grad" in given else ["v"] if "q" in given else []
-    return einsum(f"{operands} -> {' | '.join([*(text(name, True) for name in made), text('handed', True)])}", node, tensors)
-
-
 def _flops(shapes: Shapes, within: int, between: int) -> float:
     """Products within chunks, of a chunk's positions, keys and values, and those of a chunk and the state between chunks; of k and v."""
     *_, positions, keys = shapes[0]
@@ -165,7 +148,7 @@ OPERATORS = declarations({
     "meshc.delta_rule_backward": Operator(_backward, flops=lambda node, shapes: _flops(shapes[2:], 12, 8)),
     "meshc.delta_rule_end": Operator(flops=lambda node, shapes: _flops(shapes, 3, 4)),
     "meshc.delta_rule_ends": Operator(flops=lambda node, shapes: _flops(shapes[2:], 5, 7)),
-    "meshc.delta_rule_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes[1:], 5, 3) / parts_of(node)),
-    "meshc.delta_rule_state_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes, 3, 2) / parts_of(node)),
-    "meshc.delta_rule_backward_turn": Operator(_turn, flops=lambda node, shapes: _flops(shapes[2:], 12, 8) / parts_of(node)),
+    "meshc.delta_rule_turn": Operator(turn_rule, flops=lambda node, shapes: _flops(shapes[1:], 5, 3) / parts_of(node)),
+    "meshc.delta_rule_state_turn": Operator(turn_rule, flops=lambda node, shapes: _flops(shapes, 3, 2) / parts_of(node)),
+    "meshc.delta_rule_backward_turn": Operator(turn_rule, flops=lambda node, shapes: _flops(shapes[2:], 12, 8) / parts_of(node)),
 })

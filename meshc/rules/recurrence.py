@@ -20,7 +20,7 @@ from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
 from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
-from meshc.rules.turns import call_in_turns, join_turns
+from meshc.rules.turns import call_in_turns, join_turns, turn_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -144,23 +144,8 @@ def _state_after(local: Local, axes: Sequence[str], dim: int, products: Node, en
     return _end(local, a, b, dim, side is aten.gt.Scalar)[1]
 
 
-def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """A turn on a rank's own tile, for a part of the rows: nothing may be split further."""
-    count = 4 if node.target is meshc.recurrence_backward_turn.default else 2
-    dims = len(shape_of(tensors[0]))
-    dim, along = (integer(node.args[count + offset]) for offset in (1, 2))
-
-    def text(part: str, step: str) -> str:
-        return " ".join({along: part, dim: step}.get(index, f"d{index}!") for index in range(dims))
-
-    whole, part = text("b!", "t!"), text("p!", "t!")
-    operands = [whole, whole, *([whole, text("b!", "u!")] if count == 4 else []), *[f"o! {text('p!', 'u!')}"] * (len(tensors) - count)]
-    made = [part] * (2 if count == 4 else 1)
-    return einsum(f"{', '.join(operands)} -> {' | '.join(made)} | o! {text('p!', 'u!')}", node, tensors)
-
-
 OPERATORS = declarations({
     "meshc.recurrence": Operator(_forward),
     "meshc.recurrence_backward": Operator(_backward),
-    "meshc.recurrence_turn meshc.recurrence_backward_turn": Operator(_turn),
+    "meshc.recurrence_turn meshc.recurrence_backward_turn": Operator(turn_rule),
 })

@@ -17,7 +17,7 @@ from meshc.ops import rnn as _operators  # noqa: F401 - registers them
 from meshc.rules.contraction import product_flops
 from meshc.rules.operator import Operator, Shapes, declarations
 from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum
-from meshc.rules.turns import call_in_turns, join_turns, parts_of
+from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -79,19 +79,6 @@ def _end(local: Local, axes: tuple[str, ...], states: list[Node], back: bool, in
     return local.keep_end(found, axes, back)
 
 
-def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """A turn on a rank's own tile, for a part of the rows."""
-    bias, before, handed = (node.args[index] is not None for index in (3, 4, 5))
-    operands = ["t! b! g!", "g! h!", *["g!"] * bias, *["s! b! h!"] * before, *["o! s! p! h!"] * handed]
-    return einsum(f"{', '.join(operands)} -> t! p! h! | t! p! k! | o! s! p! h!", node, tensors)
-
-
-def _turn_backward(node: Node, tensors: list[Node]) -> Rule:
-    of_last, handed = (node.args[index] is not None for index in (2, 3))
-    operands = ["t! b! h!", *["s! b! h!"] * of_last, *["o! s! p! h!"] * handed, "t! b! k!", "g! h!"]
-    return einsum(f"{', '.join(operands)} -> t! p! m! | o! s! p! h!", node, tensors)
-
-
 def _gradient_flops(node: Node, shapes: Shapes) -> float:
     """Of each step of each row, by the gradient [t, rows, h] and the weight, whose product it is."""
     return 2.0 * prod(shapes[0][:2]) * prod(shapes[-1])
@@ -100,6 +87,6 @@ def _gradient_flops(node: Node, shapes: Shapes) -> float:
 OPERATORS = declarations({
     "meshc.rnn": Operator(_forward, flops=product_flops),
     "meshc.rnn_backward": Operator(_backward, flops=_gradient_flops),
-    "meshc.rnn_turn": Operator(_turn, flops=lambda node, shapes: product_flops(node, shapes) / parts_of(node)),
-    "meshc.rnn_turn_backward": Operator(_turn_backward, flops=lambda node, shapes: _gradient_flops(node, shapes) / parts_of(node)),
+    "meshc.rnn_turn": Operator(turn_rule, flops=lambda node, shapes: product_flops(node, shapes) / parts_of(node)),
+    "meshc.rnn_turn_backward": Operator(turn_rule, flops=lambda node, shapes: _gradient_flops(node, shapes) / parts_of(node)),
 })

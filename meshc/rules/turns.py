@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ir import records
 from meshc.ir.schemas import place_of
 from meshc.ops import turns as _operators  # noqa: F401 - registers in_turn
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import einsum
+from meshc.rules.rule import einsum, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -64,6 +65,17 @@ def join_turns(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int
     for other in made[1:]:
         found = local.emit(aten.add.Tensor, found, other)
     return found
+
+
+def turn_rule(node: Node, tensors: list[Node]) -> Rule:
+    """The rule of a turn on a rank's own tile, for a part of the rows, which exists only in lowered code: nothing may be split further."""
+
+    def letters(name: str, shape: Sequence[int]) -> str:
+        return " ".join(f"{name}{dim}!" for dim in range(len(shape)))
+
+    operands = ", ".join(letters(f"x{index}d", shape_of(tensor)) for index, tensor in enumerate(tensors))
+    results = " | ".join(letters(f"y{index}d", made.shape) for index, made in enumerate(records(node)))
+    return einsum(f"{operands} -> {results}", node, tensors)
 
 
 def _in_turn(node: Node, tensors: list[Node]) -> Rule:
