@@ -102,12 +102,14 @@ TURNS = [
 
 @pytest.mark.parametrize("kind, mesh, plan", TURNS)
 def test_a_training_step_in_turns(kind: str, mesh: str, plan: str) -> None:
-    """The same where ranks hand the state on: nothing is made of a stretch but its steps."""
+    """The same where ranks hand the state on: nothing is made of a stretch but its steps, unless tiles have padding: the state that a
+    stretch begins with, which a backward of a recurrence wants, is then that of the last tile with positions."""
     source = captured(kind)
     source.verify_training(mesh, plan, adamw, recurrence="turns")
     targets = [str(node.target) for node in source.latest.stages["main"].graph.nodes]
     operator = OPERATORS.get(kind, "recurrence")
-    assert f"meshc.{operator}_turn.default" in targets and f"meshc.{operator}_end.default" not in targets
+    padded = kind == "mamba" and TOKENS % source.latest.axis_sizes["cp"] > 0
+    assert f"meshc.{operator}_turn.default" in targets and (f"meshc.{operator}_end.default" in targets) == padded
 
 
 @pytest.mark.parametrize("kind, ranks", [("mamba", 3), broad("mamba", 2), broad("mamba", 4), ("qwen3_next", 2), broad("qwen3_next", 3)])
