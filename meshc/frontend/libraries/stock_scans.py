@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 @contextmanager
 def traced_scans() -> Iterator[None]:
     """A context in which stock models call these functions; it does nothing without such models."""
-    models = [loaded for name, loaded in sys.modules.items() if name.startswith("transformers.models.") and ".modeling_" in name]
+    models = [loaded for name, loaded in [*sys.modules.items()] if name.startswith("transformers.models.") and ".modeling_" in name]
     with ExitStack() as stack:
         for name, (ours, call, target) in STANDING.items():
             found = [(loaded, vars(loaded).get(name)) for loaded in models]
