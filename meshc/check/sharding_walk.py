@@ -146,7 +146,7 @@ class _ShardingWalk:
         if self.asked is None:  # without rules the declared padding is taken as true
             return [InferredSharding((None,) * len(spread.dims), padding=spread.padding) for spread in declared]
         found = self._infer_by_rule(node, declared)
-        if target is aten.full.default and node.args[1] == 0 and {*(declared[0].partial or {}).values()} == {"sum"}:
+        if target is aten.full.default and named_arguments(node)["fill_value"] == 0 and {*(declared[0].partial or {}).values()} == {"sum"}:
             found = [replace(found[0], partial=None)]  # zeros are a partial sum over any axis
         operands = {one: self._sharding(one) for one in ir.operands(node) if not ir.is_integer(one)}
         backs = rings.ring_offsets(node, operands, self.places, self.sizes, len(found))

@@ -58,6 +58,7 @@ SOUND = [
     ('y: "f32[batch 4/dp, width 8]" = shard(p, 0, 2, m)',),  # rows of a microbatch, whose sizes these are
     ('y: "f32[batch 8, width 8] partial(sum: dp, sum: tp)" = keep_first(w, n)',),
     ('y: "f32[batch 8, width 8] partial(sum: dp)" = aten.full([8, 8], 0)', 'z: "f32[batch 8, width 8]" = all_reduce(y, ["dp"], "sum")'),
+    ('y: "f32[batch 8, width 8] partial(sum: dp)" = aten.full([8, 8], fill_value=0)',),
     ('y: "f32[batch 8, width 8]" = broadcast(w, ["dp"], 1)',),
     ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, first)', 'z: "i64[rows 4]" = aten.add.Tensor(four, 1)'),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, first)',),
