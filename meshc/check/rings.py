@@ -3,7 +3,7 @@
     k_1: "f32[..]" = ring_shift(k, ["cp"], 1)              the tile of the rank 1 place before this one along cp
     c_1: "int" = ring_place(coordinate, 1, 3)              that rank's coordinate
     n_1: "int" = tile_start(12, [3], [c_1])                the start of that rank's tile
-    attention_block(q, k_1, v_1, ..., n_1, ...)            accepted: all of one rank
+    attention(q, k_1, v_1, ..., n_1, ...)            accepted: all of one rank
     add(g_1, g_2)                                          refused if g_1 is of the rank 1 place before and g_2 of the rank 2 before
 
 Gradients of a block's keys and values belong to the owner of the block; as many shifts as the ring has ranks return them. That an
@@ -26,21 +26,15 @@ from meshc.check.types import Wrong
 from meshc.ir.schemas import named_arguments
 from meshc.ir.window import tile_length
 from meshc.ops import attention as _attention  # noqa: F401 - registers them
-from meshc.ops import attention_block as _block  # noqa: F401 - likewise
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
 
 meshc = torch.ops.meshc
-FORWARD: Final = (meshc.attention_block.default, meshc.attention_zigzag.default, meshc.explicit_attention.default)
+FORWARD: Final = (meshc.attention.default, meshc.attention_zigzag.default, meshc.explicit_attention.default)
 BACKWARD: Final = (
-    meshc.attention_block_backward.default, meshc.attention_zigzag_backward.default, meshc.explicit_attention_backward.default,
+    meshc.attention_backward.default, meshc.attention_zigzag_backward.default, meshc.explicit_attention_backward.default,
     meshc.explicit_attention_bias_backward.default,
 )  # fmt: skip
-CAUSAL: Final = (
-    meshc.attention.default, meshc.attention_backward.default, meshc.attention_block.default, meshc.attention_block_backward.default,
-    meshc.explicit_attention.default, meshc.explicit_attention_backward.default, meshc.explicit_attention_bias_backward.default,
-)  # fmt: skip
-"""Operators with an argument for the start of the queries."""
 OF_QUERIES: Final = ("start", "queries_of")
 OF_KEYS: Final = ("first", "real", "keys_of")
 """Arguments with positions of queries, or of a block of keys."""
@@ -56,9 +50,10 @@ def ring_offsets(
     """For each of `count` results, axes of a ring -> places before this rank of its owner. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
         return [common_offsets([*given.values()])]
-    if node.target in CAUSAL:
-        _check_start(named_arguments(node), given, places)
-    if node.target not in (*FORWARD, *BACKWARD):
+    named = named_arguments(node) if node.target in (*FORWARD, *BACKWARD) else {}
+    if "start" in named:
+        _check_start(named, given, places)
+    if named.get("real") is None and "keys_of" not in named:
         return [_shared_offsets(given)] * count
     keys = _block_offsets(node, given, places, sizes)
     columns = [place for place in range(1, count) if node.target in BACKWARD and not (place == OF_BIAS and _is_same_for_keys(node))]

@@ -30,7 +30,7 @@ from meshc.ir.schemas import named_arguments, place_of, written_operands
 from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.lazy_module import LazyModule
 from meshc.ops import turns
-from meshc.ops.attention_block import rows_that_see
+from meshc.ops.attention import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.program import packing

@@ -1,10 +1,14 @@
-"""`meshc::attention`: scaled dot-product attention, one node forward and one node backward on every device.
+"""`meshc::attention`: scaled dot-product attention of queries to keys at stated positions, one node forward and one backward.
 
     q  [batch, heads, q, head]        k  [batch, heads, k, head]        v  [batch, heads, k, head]
-    bias  [batch|1, heads|1, q|1, k], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]
+    bias  [batch|1, heads|1, q|1, k|1], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]
 
-With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
-first query (a cache). `start`, the position at which a rank's tile of the queries begins, is added to `offset`.
+The queries are `start`, `start + 1`, ...; the keys `first`, `first + 1`, ... With `causal`, and no bias, query i sees keys j <= i + offset,
+and of these the last `window` if that is not 0; `offset` keys stand before the first query (a cache).
+
+`real`: the keys are a block of all keys, of which the first `real` positions are read, the others are padding. A query that sees no key of
+a block has out 0 and lse minus infinity there, and results of blocks are merged by log-sum-exp (`attention_join.py`). Backward takes `out`
+and `lse` of all blocks together; gradients of blocks add up to that of the query, and gradients of padding are 0.
 
 Kernels: torch's blocked flash kernel on the CPU, those of `attention_cuda.py` on CUDA. Other cases: dropout and a bias that needs a
 gradient, `explicit_attention.py`; head sizes that differ, matmul, softmax, matmul in `sdpa.py`; offsets and windows, `attention_spans`;
@@ -35,14 +39,53 @@ def _rows(*heads: Tensor) -> list[Tensor]:
 
 @operator("attention", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, bias, *_: _fit("attention", q, k, v, bias))
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
-) -> tuple[Tensor, Tensor]:
-    if not (window or offset or start):
-        return _kernel(scale, q, k, v, bias, causal)
-    _check(bias, causal, window, offset + start)
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0,
+    first: int = 0, real: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(k, bias, causal, window, offset, real)
+    k, v, bias = _real_keys(k, v, bias, real)
+    at = start + offset - first
+    if not causal or not (window or at or real is not None):
+        out, lse = _kernel(scale, q, k, v, bias, causal)
+        return (out, lse) if real is None else _no_visible_keys(out, lse, bias)
+    rows = rows_that_see(q.shape[2], k.shape[2], window, at)
     out, lse = _empty(q, v)
-    attention_spans.forward(partial(_kernel, scale), q, k, v, out, lse, window, offset + start)
+    if rows.stop - rows.start < q.shape[2]:
+        out.zero_(), lse.fill_(-math.inf)
+    if rows.stop > rows.start:
+        kernel = partial(_kernel, scale)
+        attention_spans.forward(kernel, q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], window, at + rows.start)
     return out, lse
+
+
+def _check(k: Tensor, bias: Tensor | None, causal: bool, window: int, offset: int, real: int | None) -> None:
+    if real is not None and not 0 <= real <= k.shape[2]:
+        raise ValueError(f"meshc::attention: {real} of {k.shape[2]} positions are keys")
+    if (window or offset) and not causal or window < 0 or offset < 0 or causal and bias is not None:
+        raise ValueError("meshc::attention: a window or an offset says what a causal mask without a bias is")
+
+
+def _real_keys(k: Tensor, v: Tensor, bias: Tensor | None, real: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    if real is None:
+        return k, v, bias
+    if bias is not None and bias.shape[3] != 1:
+        bias = bias[:, :, :, :real]
+    return k[:, :, :real], v[:, :, :real], bias
+
+
+def rows_that_see(queries: int, keys: int, window: int, at: int) -> slice:
+    """The contiguous range of queries that see a key of a block; the first query has the position of key `at` of the block."""
+    first = min(max(0, -at), queries) if keys else queries
+    end = min(queries, keys + window - 1 - at) if window else queries
+    return slice(first, max(first, end))
+
+
+def _no_visible_keys(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` set to 0 and minus infinity, in place, for queries to which the bias masks all keys of the block."""
+    if bias is None or not bias.shape[3]:
+        return out, lse
+    dark = bias.amax(-1) == -math.inf
+    return out.masked_fill_(dark.unsqueeze(-1), 0), lse.masked_fill_(dark, -math.inf)
 
 
 def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
@@ -65,11 +108,6 @@ def _fit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | 
     if not fits:
         rule = f"grad and out are like q, lse {sums} and like q without its last dim"
         raise misfit("attention_backward", rule, q=q, grad=grad, out=out, lse=lse)
-
-
-def _check(bias: Tensor | None, causal: bool, window: int, offset: int) -> None:
-    if bias is not None or not causal or window < 0 or offset < 0:
-        raise ValueError("meshc::attention: a window or an offset says what a causal mask without a bias is")
 
 
 def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -111,23 +149,25 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     fit=lambda grad, q, k, v, bias, out, lse, *_: _fit_backward(grad, q, k, v, bias, out, lse),
 )
 def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    window: int = 0,
-    offset: int = 0,
-    start: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not (window or offset or start):
-        return _backward_kernel(scale, grad, q, k, v, bias, out, lse, causal)
-    _check(bias, causal, window, offset + start)
-    return attention_spans.backward(partial(_backward_kernel, scale), grad, q, k, v, out, lse, window, offset + start)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    window: int = 0, offset: int = 0, start: int = 0, first: int = 0, real: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check(k, bias, causal, window, offset, real)
+    whole = k
+    k, v, bias = _real_keys(k, v, bias, real)
+    if real is not None:
+        lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees no key: all of its weights are 0
+    kernel, rows, at = partial(_backward_kernel, scale), slice(0, q.shape[2]), start + offset - first
+    if not causal or not (window or at or real is not None):
+        dq, dk, dv = kernel(grad, q, k, v, bias, out, lse, causal)
+    else:
+        rows = rows_that_see(q.shape[2], k.shape[2], window, at)
+        if rows.stop == rows.start:
+            return _zeros_like(q), _zeros_like(whole), _zeros_like(whole)
+        grad, asked, out, lse = (x[:, :, rows] for x in (grad, q, out, lse))
+        dq, dk, dv = attention_spans.backward(kernel, grad, asked, k, v, out, lse, window, at + rows.start)
+    keys = slice(0, k.shape[2])
+    return pad_gradient(dq, rows, q), pad_gradient(dk, keys, whole), pad_gradient(dv, keys, whole)
 
 
 def _backward_kernel(
@@ -162,6 +202,15 @@ def _zeros_like(x: Tensor) -> Tensor:
     return _like(x).zero_()
 
 
+def pad_gradient(gradient: Tensor, rows: slice, x: Tensor) -> Tensor:
+    """A gradient of these rows of `x`, with zeros for its other rows, in the layout of the kernels' gradients."""
+    if gradient.shape == x.shape:
+        return gradient
+    found = _zeros_like(x)
+    found[:, :, rows] = gradient
+    return found
+
+
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, bias, *ctx.how = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
@@ -172,9 +221,9 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     causal, scale, *place = ctx.how
     if double_backward.is_differentiated() and not any(place):
         found = double_backward.differentiable_gradients(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
-        return *found, *[None] * 6
+        return *found, None, *[None] * len(ctx.how)
     dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
-    return dq, dk, dv, None, None, None, None, None, None
+    return dq, dk, dv, None, *[None] * len(ctx.how)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -6,7 +6,7 @@
 
 A sink is one more column of the scores, whose value is zero. Attention to the keys alone gives `out` and for each query the log-sum-exp
 `lse`; with the sink they are `out * sigmoid(lse - sink)` and `logaddexp(lse, sink)`, and attention's backward, given these two, returns the
-gradients of q, k and v of the whole. So ring attention works as without a sink (`attention_block.py`).
+gradients of q, k and v of the whole. So ring attention works as without a sink (`attention.py`).
 Sinks: Xiao et al., Efficient Streaming Language Models with Attention Sinks (arXiv:2309.17453); learned ones: gpt-oss.
 """
 

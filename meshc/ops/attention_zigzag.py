@@ -24,57 +24,49 @@ import torch
 from torch import Tensor
 
 from meshc.ir.sharding import zigzag_halves
-from meshc.ops.attention import _backward_kernel, _empty, _fit, _fit_backward, _kernel, _like
-from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
+from meshc.ops.attention import _empty, _fit, _fit_backward, _like, _zeros_like, attention, attention_backward, pad_gradient
+from meshc.ops.attention_join import attention_merge
 from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 
-_block, _block_backward, _merge = attention_block._init_fn, attention_block_backward._init_fn, attention_merge._init_fn
+_forward, _backward, _merge = attention._init_fn, attention_backward._init_fn, attention_merge._init_fn
 
 
 @operator("attention_zigzag", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, *_: _fit_tiles("attention_zigzag", q, k, v))
 def attention_zigzag(
     q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    _check(queries_of, keys_of, ranks)
-    if length == ranks * q.shape[2]:
-        return _at_once(q, k, v, scale, queries_of, keys_of, ranks)
+    found = []
+    for rows, seen in _visible_keys(q.shape[2], queries_of, keys_of, ranks, length):
+        parts = [_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], None, causal, scale, 0, 0, *at) for keys, causal, *at in seen]
+        found += [(rows, parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1]))] if parts else []
+    if len(found) == 1 and found[0][1][0].shape == q.shape:
+        return found[0][1]
     out, lse = _empty(q, v)
     out.zero_(), lse.fill_(-torch.inf)
-    for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
-        asked = q[:, :, rows]
-        parts = [_block(asked, k[:, :, keys], v[:, :, keys], None, True, scale, 0, 0, start, *at) for keys, *at in seen]
-        if parts:
-            out[:, :, rows], lse[:, :, rows] = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
+    for rows, (made, sums) in found:
+        out[:, :, rows], lse[:, :, rows] = made, sums
     return out, lse
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Attention in one kernel call, without padding: both visible pairs of halves, or all of a rank's own keys."""
-    if queries_of == keys_of:
-        return _kernel(scale, q, k, v, None, True)
-    rows, keys = _visible_slices(q.shape[2], queries_of, keys_of, ranks)
-    part, sums = _kernel(scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, False)
-    if part.shape == q.shape:
-        return part, sums
-    out, lse = _empty(q, v)
-    out.zero_(), lse.fill_(-torch.inf)
-    out[:, :, rows], lse[:, :, rows] = part, sums
-    return out, lse
-
-
-def _visible_slices(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
-    """Slices (queries, keys) of two ranks that see each other fully: one rank's two halves are always between the other's."""
-    (_, asks), (second, _) = halves(tile, queries_of, ranks)
-    (first, asked), _ = halves(tile, keys_of, ranks)
-    return (second, slice(0, tile)) if asks < asked else (slice(0, tile), first)
-
-
-def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, int, list[tuple[slice, int, int]]]]:
-    """For each half of the queries: its rows, its first position, and the halves of keys that it sees in part: (rows, first, real)."""
-    keys = [(rows, first, min(max(length - first, 0), rows.stop - rows.start)) for rows, first in halves(tile, keys_of, ranks)]
-    for rows, start in halves(tile, queries_of, ranks):
-        yield rows, start, [one for one in keys if one[2] and one[1] < start + rows.stop - rows.start]
+def _visible_keys(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, list[tuple]]]:
+    """Rows of queries, each with the keys that they see: (keys, whether causally, start, first, real) as `attention` has them. Without
+    padding one call is enough: both visible pairs of halves, or all of a rank's own keys."""
+    if not (0 <= queries_of < ranks and 0 <= keys_of < ranks):
+        raise ValueError(f"meshc::attention_zigzag: {queries_of} and {keys_of} are places among {ranks} ranks")
+    asks, asked = halves(tile, queries_of, ranks), halves(tile, keys_of, ranks)
+    if length == ranks * tile:
+        whole = slice(0, tile)
+        if queries_of == keys_of:
+            yield whole, [(whole, True, 0, 0, None)]
+        elif asks[0][1] < asked[0][1]:  # one rank's two halves are always between the other's
+            yield asks[1][0], [(whole, False, 0, 0, None)]
+        else:
+            yield whole, [(asked[0][0], False, 0, 0, None)]
+        return
+    keys = [(rows, True, first, min(max(length - first, 0), rows.stop - rows.start)) for rows, first in asked]
+    for rows, start in asks:
+        yield rows, [(one, how, start, first, real) for one, how, first, real in keys if real and first < start + rows.stop - rows.start]
 
 
 def halves(tile: int, place: int, ranks: int) -> list[tuple[slice, int]]:
@@ -89,11 +81,6 @@ def _fit_tiles(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise misfit(operator, "tiles of queries and of keys are as long", q=q, k=k)
 
 
-def _check(queries_of: int, keys_of: int, ranks: int) -> None:
-    if not (0 <= queries_of < ranks and 0 <= keys_of < ranks):
-        raise ValueError(f"meshc::attention_zigzag: {queries_of} and {keys_of} are places among {ranks} ranks")
-
-
 def _fit_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: object) -> None:
     _fit_backward(grad, q, k, v, None, out, lse)
     _fit_tiles("attention_zigzag_backward", q, k, v)
@@ -101,47 +88,21 @@ def _fit_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 @operator("attention_zigzag_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_gradients)
 def attention_zigzag_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    queries_of: int,
-    keys_of: int,
-    ranks: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int,
     length: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(queries_of, keys_of, ranks)
-    if length == ranks * q.shape[2]:
-        return _back_at_once(grad, q, k, v, out, lse, scale, queries_of, keys_of, ranks)
-    dq, dk, dv = (_like(x).zero_() for x in (q, k, v))
-    for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
-        known, made, sums = (x[:, :, rows] for x in (grad, out, lse))
-        for keys, *at in seen:
-            given = known, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, made, sums
-            for total, part in zip((dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), _block_backward(*given, True, scale, 0, 0, start, *at),
-                                   strict=True):  # fmt: skip
-                total += part
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found = []
+    for rows, seen in _visible_keys(q.shape[2], queries_of, keys_of, ranks, length):
+        known, asked, made, sums = (x[:, :, rows] for x in (grad, q, out, lse))
+        for keys, causal, *at in seen:
+            gradients = _backward(known, asked, k[:, :, keys], v[:, :, keys], None, made, sums, causal, scale, 0, 0, *at)
+            found.append((((q, rows), (k, keys), (v, keys)), gradients))
+    if len(found) == 1:
+        dq, dk, dv = (pad_gradient(one, rows, x) for (x, rows), one in zip(*found[0], strict=True))
+        return dq, dk, dv
+    totals = [_zeros_like(x) for x in (q, k, v)]
+    for places, gradients in found:
+        for total, (_, rows), one in zip(totals, places, gradients, strict=True):
+            total[:, :, rows] += one
+    dq, dk, dv = totals
     return dq, dk, dv
-
-
-def _back_at_once(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if queries_of == keys_of:
-        return _backward_kernel(scale, grad, q, k, v, None, out, lse, True)
-    rows, keys = _visible_slices(q.shape[2], queries_of, keys_of, ranks)
-    given = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], None, out[:, :, rows], lse[:, :, rows]
-    dq, dk, dv = _backward_kernel(scale, *given, False)
-    return _pad_with_zeros(dq, rows, q), _pad_with_zeros(dk, keys, k), _pad_with_zeros(dv, keys, v)
-
-
-def _pad_with_zeros(part: Tensor, where: slice, like: Tensor) -> Tensor:
-    """`part` padded with zeros for the rows outside `where`, in the shape of `like`."""
-    if part.shape == like.shape:
-        return part
-    whole = _like(like).zero_()
-    whole[:, :, where] = part
-    return whole

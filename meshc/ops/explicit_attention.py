@@ -10,7 +10,7 @@ Weights are computed for one block of queries at a time, and recomputed in backw
 index among all weights) as all draws are; `global_shape`, `local_shape` and `offsets` are those of [batch, heads, q, k], every factor a
 dim, and empty without `seed_step`, when nothing is dropped. So blocks of the keys drop the same weights as the whole, and are merged by
 `attention_merge`: `lse` is that of all weights before dropout. Backward takes `out` and `lse` of all blocks
-together. Of masks `causal`, `window`, `offset`, `start`, `first` and `real` mean what they mean in `attention_block.py`; a query that sees
+together. Of masks `causal`, `window`, `offset`, `start`, `first` and `real` mean what they mean in `attention.py`; a query that sees
 nothing has out 0 and lse minus infinity.
 """
 
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import attention_masked_blocks, double_backward
-from meshc.ops.attention import _empty, _fit, _fit_backward, _like
-from meshc.ops.attention_block import _check
+from meshc.ops.attention import _check, _empty, _fit, _fit_backward, _like
 from meshc.ops.attention_in_full import in_full
 from meshc.ops.definition import operator
 from meshc.ops.operands import misfit

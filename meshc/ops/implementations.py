@@ -10,7 +10,6 @@ import torch
 from meshc.ir.functions import Function, Target
 from meshc.ops import (  # noqa: F401 - registers them
     attention,
-    attention_block,
     attention_join,
     attention_zigzag,
     capacity,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.ir.schemas import place_of
+from meshc.ir.schemas import named_arguments, place_of
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of
@@ -41,6 +41,8 @@ def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _rule(node: Node, tensors: list[Node], text: str, keys: RingLetter) -> Rule:
+    if named_arguments(node)["real"] is not None:
+        return einsum(_block_text(text), node, tensors)
     major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
 
@@ -68,15 +70,10 @@ def _lower(local: Local) -> Made:
     return made
 
 
-def _block(node: Node, tensors: list[Node]) -> Rule:
-    """The call holds the start positions of the rank's own queries and keys, so neither may be split further."""
-    operands = ["b h q! d!", K, K] + ["b h q! k!"] * (len(tensors) - 3)
-    return einsum(f"{', '.join(operands)} -> b h q! d! | b h q!", node, tensors)
-
-
-def _block_backward(node: Node, tensors: list[Node]) -> Rule:
-    operands = ["b h q! d!"] * 2 + [K, K] + ["b h q! k!"] * (len(tensors) - 6) + ["b h q! d!", "b h q!"]
-    return einsum(f"{', '.join(operands)} -> b h q! d! | {K} | {K}", node, tensors)
+def _block_text(text: str) -> str:
+    """The rule's text for a block of the keys: the call holds the start of the rank's own queries, which are split no further, so that no
+    gradient is partial."""
+    return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
 
 
 def _zigzag(node: Node, tensors: list[Node]) -> Rule:
@@ -98,8 +95,6 @@ def _join(node: Node, tensors: list[Node]) -> Rule:
 OPERATORS = declarations({
     "meshc.attention": Operator(_attention, flops=attention_flops, arithmetic="attention"),
     "meshc.attention_backward": Operator(_attention_backward, flops=attention_gradient_flops, arithmetic="attention"),
-    "meshc.attention_block": Operator(_block, flops=attention_flops, arithmetic="attention"),
-    "meshc.attention_block_backward": Operator(_block_backward, flops=attention_gradient_flops, arithmetic="attention"),
     "meshc.attention_merge": Operator(_merge),
     "meshc.attention_join": Operator(_join),
     "meshc.attention_zigzag": Operator(_zigzag, flops=attention_flops, arithmetic="attention"),

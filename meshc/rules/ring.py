@@ -1,10 +1,10 @@
 """Lowering of attention to a ring: keys and values pass round the ranks block by block, and no rank ever holds all; flops of attention.
 
     out, lse = attention(q, k, v)       k1 = ring_shift(k, 1)   v1 = ring_shift(v, 1)       on their way ...
-  becomes on 3 ranks                    out, lse = attention_block(q, k, v)                 ... meanwhile
+  becomes on 3 ranks                    out, lse = attention(q, k, v)                       ... meanwhile
                                         k2 = ring_shift(k1, 1)   v2 = ring_shift(v1, 1)
-                                        more = attention_block(q, k1, v1)                   out, lse = attention_merge(out, lse, *more)
-                                        more = attention_block(q, k2, v2)                   out, lse = attention_merge(out, lse, *more)
+                                        more = attention(q, k1, v1)                         out, lse = attention_merge(out, lse, *more)
+                                        more = attention(q, k2, v2)                         out, lse = attention_merge(out, lse, *more)
 
 In backward keys and values pass round again, followed by the partial sums of their gradients, which the last shift returns to their rank:
 
@@ -12,8 +12,9 @@ In backward keys and values pass round again, followed by the partial sums of th
                                         dq2, dk2, dv2 = backward(q, k2, v2)     gk = ring_shift(gk + dk2, 1)    back on its rank
                                         dk = dk + gk
 
-Under a sliding window no block passes on farther than the window reaches. Keys and values that layout operators expand (for heads that
-share them) travel before the expansion. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+In zigzag order every rank has as much work at each step (`zigzag.py`). Under a sliding window no block passes on farther than the window
+reaches. Keys and values that layout operators expand (for heads that share them) travel before the expansion. Liu, Zaharia, Abbeel: Ring
+Attention with Blockwise Transformers (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch.fx import Node
 from meshc.ir import is_getitem, record, spmd
 from meshc.ir.schemas import RESHAPES, place_of
 from meshc.ir.sizes import Size
-from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
+from meshc.ops import attention as _attention  # noqa: F401 - registers it
+from meshc.ops import attention_join as _join  # noqa: F401 - likewise
 from meshc.rules.operator import Shapes
 from meshc.rules.rule import integer
 
@@ -68,6 +70,18 @@ class Ring:
         self.steps = ring_steps(*sizes, self.ranks, causal, window, offset)
         shared = {index: heads_summed_together(node, index) for index in (1, 2)}
         self.shared = {index: heads if local.has_whole_groups("h", heads) else 1 for index, heads in shared.items()}
+
+    def in_order(self, x: Node, dim: int = 2) -> Node:
+        """An operand in the order in which blocks are computed."""
+        return x
+
+    def home(self, x: Node) -> Node:
+        """A result in natural order again."""
+        return x
+
+    def travels_before(self, x: Node) -> bool:
+        """Whether keys or values may travel in the form that they have before `x`."""
+        return x.target in LAYOUT
 
     def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
         """Yields keys and values of each block, the rank's own first; the next block's transfer starts before each yield."""
@@ -124,19 +138,22 @@ class Ring:
 
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
-        bias = rest[0] if self.biased else None
-        parts = (self.attend_block(q, keys, values, self.bias(bias, step), step) for step, (keys, values) in enumerate(self.blocks(k, v)))
-        out, lse = self.join_blocks(parts)
-        return [self.cast_like(out, q), lse]
+        bias, asked = rest[0] if self.biased else None, self.in_order(q)
+        blocks = enumerate(self.blocks(k, v))
+        out, lse = self.join_blocks(self.attend_block(asked, *block, self.bias(bias, step), step) for step, block in blocks)
+        return [self.home(self.cast_like(out, q)), self.home_sums(lse)]
+
+    def home_sums(self, lse: Node) -> Node:
+        return self.home(lse)
 
     def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
         """Attention to one block of the keys: (output, log-sum-exp)."""
-        return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.block_arguments(step))
+        return self.local.emit(meshc.attention.default, q, keys, values, bias, *self.block_arguments(step))
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
         """Gradients of the queries, and of a block's keys and values. `known`: gradient of the output, the output, log-sum-exp."""
         grad, out, lse = known
-        made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.block_arguments(step))
+        made = self.local.emit(meshc.attention_backward.default, grad, q, keys, values, bias, out, lse, *self.block_arguments(step))
         return [self.local.item(made, index) for index in range(3)]
 
     def join_blocks(self, parts: Iterable[Node]) -> tuple[Node, Node]:
@@ -155,27 +172,29 @@ class Ring:
     def backward(self) -> list[Node]:
         grad, q, k, v, *rest = self.local.operands
         bias = rest.pop(0) if self.biased else None
-        known = grad, *rest[:2]
+        grad, asked, *rest = (self.in_order(x) for x in (grad, q, *rest[:2]))
         emit = self.local.emit
         dq: Node | None = None
         own: list[Node] = []
         travelling: list[Node] = []
         for step, (keys, values) in enumerate(self.blocks(k, v)):
-            part, *given = self.gradients(q, keys, values, self.bias(bias, step), known, step)
+            part, *given = self.gradients(asked, keys, values, self.bias(bias, step), (grad, *rest), step)
             dq = self.cast_for_sum(part) if dq is None else emit(aten.add.Tensor, dq, part)
+            given = [self.sum_shared_heads(one, index) for index, one in enumerate(given, 1)]
             if step == 0:
                 own = given
                 continue
-            given = [self.sum_shared_heads(one, index) for index, one in enumerate(given, 1)]
             if travelling:
                 given = [emit(aten.add.Tensor, there, here) for there, here in zip(travelling, given, strict=True)]
             far = self.ranks - self.steps if step == self.steps else 1
             travelling = [self.shift(one, far) for one in given]
         assert dq is not None
         if travelling:
-            home = [self.spread_over_heads(one, index) for index, one in enumerate(travelling, 1)]
-            own = [emit(aten.add.Tensor, here, there) for here, there in zip(own, home, strict=True)]
-        return [self.cast_like(dq, q), *own]
+            own = [emit(aten.add.Tensor, here, there) for here, there in zip(own, travelling, strict=True)]
+        return [
+            self.home(self.cast_like(dq, q)),
+            *(self.spread_over_heads(self.home(one), index) for index, one in enumerate(own, 1)),
+        ]
 
 
 def heads_summed_together(backward: Node, index: int) -> int:
@@ -204,14 +223,15 @@ class _TravellingBlock:
     def __init__(self, ring: Ring, x: Node) -> None:
         self.ring, self.own = ring, x
         self.layout: list[Node] = []
-        self.small, least = x, prod(ring.local.shape(x))
+        small, least = x, prod(ring.local.shape(x))
         chain: list[Node] = []
-        while x.target in LAYOUT and len(x.all_input_nodes) == 1:
+        while len(x.all_input_nodes) == 1 and ring.travels_before(x):
             chain.append(x)
             x = x.all_input_nodes[0]
             if prod(ring.local.shape(x)) < least:
-                self.small, least, self.layout = x, prod(ring.local.shape(x)), chain[::-1]
-        self.first = self.small
+                small, least, self.layout = x, prod(ring.local.shape(x)), chain[::-1]
+        self.first = small
+        self.small = ring.in_order(small, len(ring.local.shape(small)) - 2)
 
     def start(self, last: bool) -> Node:
         """The rank's present block; unless `last`, its transfer to the next rank starts."""

@@ -1,6 +1,6 @@
 """Lowering of attention with split keys that stay on their ranks, for few queries: each rank attends to its own, results are joined.
 
-    out, lse = attention(q, k, v)           part, sums = attention_block(q, k, v)               to the rank's keys
+    out, lse = attention(q, k, v)           part, sums = attention(q, k, v)                     to the rank's keys
                                             parts = all_gather(cat(part, sums))                 head + 1 numbers for each query and head
                                             out, lse = attention_join(parts)
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.ops import attention_join as _join  # noqa: F401 - registers it
 from meshc.rules.ring import Ring
 
 if TYPE_CHECKING:

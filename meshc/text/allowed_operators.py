@@ -34,6 +34,9 @@ OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text
 _NAME: Final = re.compile(r"([A-Za-z_]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
 LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/operators.txt), {', '.join(sorted(FUNCTIONS))}"
 
+EARLIER: Final = {"meshc.attention_block": "meshc.attention", "meshc.attention_block_backward": "meshc.attention_backward"}
+"""Operators of earlier versions, in programs that they saved -> those that take the same arguments now."""
+
 
 @cache
 def refusal(target: Target) -> str | None:
@@ -88,7 +91,7 @@ def resolve(name: str) -> Function:
 
 @cache
 def _resolve_name(name: str) -> Function:
-    found = FUNCTIONS.get(name) or _overload(name)
+    found = FUNCTIONS.get(name) or _overload(EARLIER.get(name, name))
     why = "there is no such operator" if found is None else refusal(found)
     if found is None or why is not None:
         raise ArtifactError(f"the operator {name} is not on the allow-list: {why}; {LISTED}")

@@ -133,7 +133,7 @@ def test_a_block_of_a_ring_takes_what_the_rank_takes_that_sees_most_of_it() -> N
     def takes(window: int, first: object, causal: bool = True) -> float:
         numbers = window, 0, start, first, 256
         made = [(2, 4, 256, 64), (2, 4, 256)]
-        return seconds(b.call(torch.ops.meshc.attention_block.default, q, k, v, None, causal, 0.125, *numbers, made=made), fast_memory)
+        return seconds(b.call(torch.ops.meshc.attention.default, q, k, v, None, causal, 0.125, *numbers, made=made), fast_memory)
 
     whole = 4 * 2 * 4 * 256 * 256 * 64 / 0.25e12
     assert takes(0, start) == pytest.approx(whole * (256 + 128) / 2 / 256)

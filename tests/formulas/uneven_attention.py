@@ -31,7 +31,7 @@ from meshc.ir import has_record, local_bytes, record, records, spmd, value_of
 from meshc.ir.keys import is_a
 from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import Sharding
-from meshc.ops.attention_block import rows_that_see
+from meshc.ops.attention import rows_that_see
 from meshc.program.program import PlainProgram, Stage, sizes
 
 LEARNED: Final = ("parameter", "state")

@@ -165,11 +165,11 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "out is shorter", ops.attention_backward, (whole, whole, whole, whole, None, heads(2, 2, 1), x(2, 2, 128), False, 1.0)
     yield "gradient is shorter", ops.attention_backward, (heads(2, 2, 1), whole, whole, whole, None, whole, x(2, 2, 128), False, 1.0)
     block = 0, 0, 0, 0, 128
-    yield "block: keys of one head", ops.attention_block, (heads(4, 8, 128), heads(1, 1, 128), heads(1, 1, 128), None, False, 1.0, *block)
-    yield "block: fewer values", ops.attention_block, (whole, whole, heads(2, 2, 1), None, True, 1.0, *block)
-    yield "block: bias is shorter", ops.attention_block, (whole, whole, whole, x(1, 1, 1, 2), False, 1.0, *block)
-    yield "block: one sum", ops.attention_block_backward, (whole, whole, whole, whole, None, whole, x(1, 1, 1), False, 1.0, *block)
-    yield "block: out is shorter", ops.attention_block_backward, (
+    yield "block: keys of one head", ops.attention, (heads(4, 8, 128), heads(1, 1, 128), heads(1, 1, 128), None, False, 1.0, *block)
+    yield "block: fewer values", ops.attention, (whole, whole, heads(2, 2, 1), None, True, 1.0, *block)
+    yield "block: bias is shorter", ops.attention, (whole, whole, whole, x(1, 1, 1, 2), False, 1.0, *block)
+    yield "block: one sum", ops.attention_backward, (whole, whole, whole, whole, None, whole, x(1, 1, 1), False, 1.0, *block)
+    yield "block: out is shorter", ops.attention_backward, (
         whole, whole, whole, whole, None, heads(2, 2, 1), x(2, 2, 128), False, 1.0, *block,
     )  # fmt: skip
     nothing, drawn = (None, 0, 0.0, [], [], []), (SEED, 0, 0.5, [2, 2, 128, 128], [2, 2, 128, 128], [0, 0, 0, 0])

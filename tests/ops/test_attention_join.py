@@ -7,7 +7,6 @@ import math
 import torch
 
 from meshc.ops.attention import attention
-from meshc.ops.attention_block import attention_block
 from meshc.ops.attention_join import attention_join
 
 
@@ -22,7 +21,7 @@ def test_parts_are_the_whole() -> None:
         real = min(4, 7 - first)
         tile = [torch.nn.functional.pad(x[:, :, first : first + real], (0, 0, 0, 4 - real), value=math.nan) for x in (k, v)]
         mask = torch.nn.functional.pad(bias[..., first : first + real], (0, 4 - real))
-        out, lse = attention_block(q, *tile, mask, False, 0.5, 0, 0, 0, first, real)
+        out, lse = attention(q, *tile, mask, False, 0.5, 0, 0, 0, first, real)
         parts.append(torch.cat([out, lse.unsqueeze(-1)], -1))
     torch.testing.assert_close(attention_join(torch.stack(parts)), attention(q, k, v, bias, False, 0.5))
 

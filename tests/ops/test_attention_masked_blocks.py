@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops.attention import _backward_kernel, _empty, _kernel, _zeros_like, attention, attention_backward
-from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
+from meshc.ops.attention_join import attention_merge
 from meshc.ops.attention_masked_blocks import backward, forward, visible_blocks
 
 ROWS, HEADS, LONG, SIZE, SCALE = 3, 2, 600, 4, 0.5
@@ -167,10 +167,10 @@ def test_blocks_of_a_ring_that_show_nothing_are_passed_over(mask: str) -> None:
     q, k, v, grad = operands()
     blocks = [(k[:, :, keys], v[:, :, keys], bias[..., keys]) for keys in (slice(0, half), slice(half, LONG))]
     where = [(False, SCALE, 0, 0, 0, first, half) for first in (0, half)]
-    parts = [attention_block(q, *block, *how) for block, how in zip(blocks, where, strict=True)]
+    parts = [attention(q, *block, *how) for block, how in zip(blocks, where, strict=True)]
     out, lse = attention_merge(*parts[0], *parts[1])
     wanted, gradients = wanted_of(bias)
     torch.testing.assert_close(out, wanted)
-    given = [attention_block_backward(grad, q, *block, out, lse, *how) for block, how in zip(blocks, where, strict=True)]
+    given = [attention_backward(grad, q, *block, out, lse, *how) for block, how in zip(blocks, where, strict=True)]
     found = given[0][0] + given[1][0], torch.cat([x[1] for x in given], 2), torch.cat([x[2] for x in given], 2)
     torch.testing.assert_close(found, gradients)

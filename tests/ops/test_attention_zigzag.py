@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshc.ops.attention import attention, attention_backward
-from meshc.ops.attention_block import attention_merge
+from meshc.ops.attention_join import attention_merge
 from meshc.ops.attention_zigzag import attention_zigzag, attention_zigzag_backward, halves
 
 SCALE = 0.5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import explicit_attention as explicit
-from meshc.ops.attention_block import attention_merge
+from meshc.ops.attention_join import attention_merge
 from meshc.ops.explicit_attention import explicit_attention, explicit_attention_bias_backward
 from meshc.ops.random import keep_mask, seed_step
 

@@ -157,7 +157,7 @@ def test_what_may_be_split() -> None:
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h q"
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5, 3) == "b h q"
     assert splittable(ours.attention.default, q, k, k, None, True, 0.5, 0, 2) == "b h q"
-    assert splittable(ours.attention_block.default, q, k, k, None, True, 0.5, 0, 0, 5, 0, 7) == "b h"
+    assert splittable(ours.attention.default, q, k, k, None, True, 0.5, 0, 0, 5, 0, 7) == "b h"
     assert splittable(ours.attention_merge.default, q, f(2, 3, 5), q, f(2, 3, 5)) == "b d h q"
     keys, values = f(2, 3, 7, 4), f(2, 3, 7, 5)
     delta = keys, keys, values, keys, -f(2, 3, 7).abs(), None

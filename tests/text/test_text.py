@@ -389,3 +389,9 @@ def test_other_callables_have_a_spelling_but_no_place() -> None:
     assert allowed_operators.spelling(torch.nn.functional.silu) == "torch.nn.functional.silu"
     with pytest.raises(ArtifactError, match="the operator torch.nn.functional.silu is not on the allow-list: it is no operator"):
         allowed_operators.name_of(torch.nn.functional.silu)
+
+
+def test_operators_of_earlier_versions_are_those_that_took_their_place() -> None:
+    for name, now in allowed_operators.EARLIER.items():
+        assert allowed_operators.resolve(name) is allowed_operators.resolve(now)
+        assert name not in allowed_operators.OPERATORS

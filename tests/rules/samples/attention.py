@@ -28,8 +28,8 @@ for _causal, _bias, _numbers in (
 ):  # (window, offset, start, first, real)  # fmt: skip
     _q, _k, _v = f(2, 3, 5, 4), f(2, 3, 7, 4), f(2, 3, 7, 4)
     _out, _lse = ours.attention(_q, f(2, 3, 5, 4), f(2, 3, 5, 4), None, True, 0.5)
-    sample(ours.attention_block.default, _q, _k, _v, _bias, _causal, 0.5, *_numbers)
-    sample(ours.attention_block_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5, *_numbers)
+    sample(ours.attention.default, _q, _k, _v, _bias, _causal, 0.5, *_numbers)
+    sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5, *_numbers)
 
 _draws = torch.tensor([5, 3]), 2, 0.4, [2, 3, 5, 7], [2, 3, 5, 7], [0, 0, 0, 0]
 _nothing = None, 0, 0.0, [], [], []

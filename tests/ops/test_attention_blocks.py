@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops.attention import attention, attention_backward
-from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
+from meshc.ops.attention_join import attention_merge
 
 SHAPE = 2, 3
 SCALE = 0.5
@@ -44,7 +44,7 @@ class Blocks:
         found: tuple[Tensor, Tensor] | None = None
         for block in reversed(range(self.count)):
             keys, values, bias, first, real = self.of(block)
-            part = attention_block(self.q, keys, values, bias, causal, SCALE, *rest, 0, first, real)
+            part = attention(self.q, keys, values, bias, causal, SCALE, *rest, 0, first, real)
             found = part if found is None else attention_merge(*found, *part)
         assert found is not None
         return found
@@ -55,7 +55,7 @@ class Blocks:
         for block in range(self.count):
             keys, values, bias, first, real = self.of(block)
             given = self.grad, self.q, keys, values, bias, out, lse
-            parts.append(attention_block_backward(*given, causal, SCALE, *rest, 0, first, real))
+            parts.append(attention_backward(*given, causal, SCALE, *rest, 0, first, real))
         dq, dk, dv = (list(x) for x in zip(*parts, strict=True))
         keys = self.k.shape[2]
         assert not torch.cat(dk, 2)[:, :, keys:].any() and not torch.cat(dv, 2)[:, :, keys:].any()
@@ -117,6 +117,6 @@ def test_what_a_part_weighs_is_its_sum_of_exponentials() -> None:
 def test_how_many_keys_a_block_has_is_asked() -> None:
     q = torch.randn(1, 1, 3, 4)
     with pytest.raises(ValueError, match="4 of 3 positions are keys"):
-        attention_block(q, q, q, None, False, SCALE, 0, 0, 0, 0, 4)
+        attention(q, q, q, None, False, SCALE, 0, 0, 0, 0, 4)
     with pytest.raises(ValueError, match="says what a causal mask without a bias is"):
-        attention_block(q, q, q, None, False, SCALE, 2, 0, 0, 0, 3)
+        attention(q, q, q, None, False, SCALE, 2, 0, 0, 0, 3)
