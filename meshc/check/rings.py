@@ -27,13 +27,11 @@ from meshc.ir.schemas import named_arguments
 from meshc.ir.window import tile_length
 from meshc.ops import attention as _attention  # noqa: F401 - registers them
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
-from meshc.ops import explicit_attention as _explicit  # noqa: F401
 
 meshc = torch.ops.meshc
-FORWARD: Final = (meshc.attention.default, meshc.attention_zigzag.default, meshc.explicit_attention.default)
+FORWARD: Final = (meshc.attention.default, meshc.attention_zigzag.default)
 BACKWARD: Final = (
-    meshc.attention_backward.default, meshc.attention_zigzag_backward.default, meshc.explicit_attention_backward.default,
-    meshc.explicit_attention_bias_backward.default,
+    meshc.attention_backward.default, meshc.attention_zigzag_backward.default, meshc.attention_bias_backward.default,
 )  # fmt: skip
 OF_QUERIES: Final = ("start", "queries_of")
 OF_KEYS: Final = ("first", "real", "keys_of")

@@ -45,6 +45,27 @@ def place_of(node: Node, name: str) -> int:
     return argument_names(node.target).index(name)
 
 
+def call_place(node: Node) -> int | None:
+    """Position of the number of a random call, one of meshc's own operators; None for calls that draw no random numbers."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "meshc" or "call" not in argument_names(node.target):
+        return None
+    place = place_of(node, "call")
+    return place if place < len(node.args) and node.args[place - 1] is not None else None
+
+
+def call_number(node: Node) -> int | None:
+    """The number of a random call; None for calls that draw no random numbers."""
+    place = call_place(node)
+    return None if place is None else cast(int, node.args[place])
+
+
+def with_call(node: Node, number: Any) -> tuple[Any, ...]:
+    """The arguments of a random call, with `number` as its number."""
+    place = call_place(node)
+    assert place is not None
+    return (*node.args[:place], number, *node.args[place + 1 :])
+
+
 @cache
 def returns_view(target: OpOverload) -> bool:
     """Whether results of an operator are views of operands, or operands themselves: all of them are, or none."""

@@ -10,24 +10,29 @@ and of these the last `window` if that is not 0; `offset` keys stand before the 
 a block has out 0 and lse minus infinity there, and results of blocks are merged by log-sum-exp (`attention_join.py`). Backward takes `out`
 and `lse` of all blocks together; gradients of blocks add up to that of the query, and gradients of padding are 0.
 
-Kernels: torch's blocked flash kernel on the CPU, those of `attention_cuda.py` on CUDA. Other cases: dropout and a bias that needs a
-gradient, `explicit_attention.py`; head sizes that differ, matmul, softmax, matmul in `sdpa.py`; offsets and windows, `attention_spans`;
-keys that a bias masks are skipped by `attention_masked_blocks`.
+`seed_step`, and what follows it: weights are dropped with probability `p`, as `explicit_attention.py` says.
+
+Kernels: torch's blocked flash kernel on the CPU, those of `attention_cuda.py` on CUDA. Other cases: dropout and the gradient of a bias,
+`explicit_attention.py`; head sizes that differ, matmul, softmax, matmul in `sdpa.py`; offsets and windows, `attention_spans`; keys that a
+bias masks are skipped by `attention_masked_blocks`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_cuda, attention_masked_blocks, attention_spans, double_backward
+from meshc.ops import attention_cuda, attention_masked_blocks, attention_spans, double_backward, explicit_attention
 from meshc.ops.attention_in_full import in_full
 from meshc.ops.definition import operator
+from meshc.ops.explicit_attention import CausalWindow, Draws
 from meshc.ops.operands import misfit
+from meshc.ops.random import dropout
 
 aten: Final = torch.ops.aten
 
@@ -37,14 +42,20 @@ def _rows(*heads: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
-@operator("attention", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, bias, *_: _fit("attention", q, k, v, bias))
+@operator("attention", results=lambda q, k, v, *_: _empty(q, v), fit=lambda *given: _fit("attention", *given))
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0,
-    first: int = 0, real: int | None = None,
+    first: int = 0, real: int | None = None, seed_step: Tensor | None = None, call: int = 0, p: float = 0.0,
+    global_shape: Sequence[int] | None = None, local_shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(k, bias, causal, window, offset, real)
-    k, v, bias = _real_keys(k, v, bias, real)
     at = start + offset - first
+    if seed_step is not None:
+        out, lse = _empty(q, v)
+        sees = CausalWindow(q.shape[2], k.shape[2] if real is None else real, causal, window, at)
+        explicit_attention.forward(q, k, v, bias, scale, sees, (seed_step, call, p, global_shape, local_shape, offsets), out, lse)
+        return out, lse
+    k, v, bias = _real_keys(k, v, bias, real)
     if not causal or not (window or at or real is not None):
         out, lse = _kernel(scale, q, k, v, bias, causal)
         return (out, lse) if real is None else _no_visible_keys(out, lse, bias)
@@ -88,21 +99,28 @@ def _no_visible_keys(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Ten
     return out.masked_fill_(dark.unsqueeze(-1), 0), lse.masked_fill_(dark, -math.inf)
 
 
-def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError unless sizes match: the CPU kernel indexes keys, values and bias by the queries' sizes."""
+def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> None:
+    """Raises ValueError unless sizes match: the CPU kernel indexes keys, values and bias by the queries' sizes. `how`: the arguments from
+    `causal` on."""
     fits = q.dim() == k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]
     fits = fits and v.shape == k.shape and q.dtype == k.dtype == v.dtype
     if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
         rule = "k and v are like q but for their number of keys, and a bias [batch|1, heads|1, queries|1, keys|1] is of these sizes"
         raise misfit(operator, rule, q=q, k=k, v=v, bias=bias)
+    seed_step, *_, local_shape, _ = how[7:] or [None] * 3
+    if (seed_step is not None or local_shape) and (
+        seed_step is None or math.prod(local_shape or ()) != q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    ):
+        rule = f"the local shape {list(local_shape or ())} holds a draw for each weight, and there is a seed_step; or there is neither"
+        raise misfit(operator, rule, q=q, k=k, seed_step=seed_step)
 
 
 def _spreads(bias: Tensor, shape: tuple[int, ...]) -> bool:
     return bias.dim() == 4 and all(mine in (1, size) for mine, size in zip(bias.shape, shape, strict=True))
 
 
-def _fit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    _fit("attention_backward", q, k, v, bias)
+def _fit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *how: Any) -> None:
+    _fit("attention_backward", q, k, v, bias, *how)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     fits = grad.shape == q.shape == out.shape and lse.shape == q.shape[:3] and grad.dtype == q.dtype == out.dtype and lse.dtype == sums
     if not fits:
@@ -143,15 +161,16 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
-@operator(
-    "attention_backward",
-    results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)),
-    fit=lambda grad, q, k, v, bias, out, lse, *_: _fit_backward(grad, q, k, v, bias, out, lse),
-)
+@operator("attention_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_backward)
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    window: int = 0, offset: int = 0, start: int = 0, first: int = 0, real: int | None = None,
+    window: int = 0, offset: int = 0, start: int = 0, first: int = 0, real: int | None = None, seed_step: Tensor | None = None,
+    call: int = 0, p: float = 0.0, global_shape: Sequence[int] | None = None, local_shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if seed_step is not None:
+        how = causal, scale, window, offset, start, first, real, (seed_step, call, p, global_shape, local_shape, offsets)
+        return _backward_by_weights(grad, q, k, v, bias, out, lse, *how, None)
     _check(k, bias, causal, window, offset, real)
     whole = k
     k, v, bias = _real_keys(k, v, bias, real)
@@ -168,6 +187,34 @@ def attention_backward(
         dq, dk, dv = attention_spans.backward(kernel, grad, asked, k, v, out, lse, window, at + rows.start)
     keys = slice(0, k.shape[2])
     return pad_gradient(dq, rows, q), pad_gradient(dk, keys, whole), pad_gradient(dv, keys, whole)
+
+
+@operator(
+    "attention_bias_backward",
+    results=lambda grad, q, k, v, bias, *_: (
+        _like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format),
+    ),
+    fit=_fit_backward,
+)  # fmt: skip
+def attention_bias_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int = 0,
+    offset: int = 0, start: int = 0, first: int = 0, real: int | None = None, seed_step: Tensor | None = None, call: int = 0,
+    p: float = 0.0, global_shape: Sequence[int] | None = None, local_shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `attention_backward`, with the gradient of the bias."""
+    dbias = bias.new_zeros(bias.shape, dtype=lse.dtype)
+    how = causal, scale, window, offset, start, first, real, (seed_step, call, p, global_shape, local_shape, offsets)
+    return *_backward_by_weights(grad, q, k, v, bias, out, lse, *how, dbias), dbias.to(bias.dtype)
+
+
+def _backward_by_weights(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
+    offset: int, start: int, first: int, real: int | None, draws: Draws, dbias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check(k, bias, causal, window, offset, real)
+    sees = CausalWindow(q.shape[2], k.shape[2] if real is None else real, causal, window, start + offset - first)
+    return explicit_attention.backward(grad, q, k, v, bias, out, lse, scale, sees, draws, _zeros_like, dbias)
 
 
 def _backward_kernel(
@@ -212,18 +259,23 @@ def pad_gradient(gradient: Tensor, rows: slice, x: Tensor) -> Tensor:
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, bias, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, bias, *output)
+    q, k, v, bias, *how = inputs
+    ctx.how, (seed_step, *ctx.draws) = how[:7], how[7:]
+    ctx.save_for_backward(q, k, v, bias, seed_step, *output)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-    q, k, v, bias, out, lse = ctx.saved_tensors
+    q, k, v, bias, seed_step, out, lse = ctx.saved_tensors
     causal, scale, *place = ctx.how
     if double_backward.is_differentiated() and not any(place):
-        found = double_backward.differentiable_gradients(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
-        return *found, None, *[None] * len(ctx.how)
-    dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
-    return dq, dk, dv, None, *[None] * len(ctx.how)
+        kept = None if seed_step is None else partial(dropout, seed_step=seed_step, call=ctx.draws[0], p=ctx.draws[1])
+        found = double_backward.differentiable_gradients(
+            lambda q, k, v, b: [in_full(q, k, v, b, causal, scale, kept)[0]], (q, k, v, bias), (grad,)
+        )
+    else:
+        back = attention_bias_backward if ctx.needs_input_grad[3] else attention_backward
+        found = [*back(grad, q, k, v, bias, out, lse, *ctx.how, seed_step, *ctx.draws), None][:4]
+    return *found, *[None] * 13
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -17,7 +17,6 @@ from meshc.ops import (  # noqa: F401 - registers them
     ctc,
     delta_rule,
     expert_groups,
-    explicit_attention,
     grouped_mm,
     norm,
     recurrence,

@@ -1,8 +1,7 @@
 """Torch's `scaled_dot_product_attention`, and attention that a model writes out, in operators that meshc knows.
 
-    attention               without dropout, and with a mask that has no gradient
-    explicit_attention      with dropout, or a bias that has a gradient
-    matmul, softmax, matmul where heads differ in size or broadcast, or operands are not [batch, heads, positions, head]
+    attention                   with dropout and a mask too
+    matmul, softmax, matmul     where heads differ in size or broadcast, or operands are not [batch, heads, positions, head]
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from meshc.ops.attention import attention
-from meshc.ops.explicit_attention import explicit_attention
 from meshc.ops.random import dropout, dropout_without_draws
 
 
@@ -49,12 +47,10 @@ def sdpa(
             bias = bias.to(q.dtype)
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         causal = is_causal and bias is None
-        if dropout_p == 0.0 and not (bias is not None and bias.requires_grad):
+        if dropout_p == 0.0:
             return attention(q, k, v, bias, causal, scale)[0]
-        drawn = [] if dropout_p == 0.0 else [*q.shape[:3], k.shape[2]]
-        seed = seed_step if drawn else None
-        draws = (seed, call if drawn else 0, dropout_p, drawn, drawn, [0] * len(drawn))
-        return explicit_attention(q, k, v, bias, *draws, causal, scale)[0]
+        drawn = [*q.shape[:3], k.shape[2]]
+        return attention(q, k, v, bias, causal, scale, 0, 0, 0, 0, None, seed_step, call, dropout_p, drawn, drawn, [0] * 4)[0]
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     if is_causal:
         rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)

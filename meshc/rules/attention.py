@@ -1,12 +1,14 @@
 """Sharding rules of `meshc::attention` and its blocks: batch, heads and queries split; keys whole, in a ring, or left on their ranks.
 
-Under a causal mask a rank's queries must be a range, whose start is an argument of the operator. Where `propagate` has split the keys too,
-along the axis that splits the queries, blocks of keys pass round a ring (`ring.py`). The operators of blocks are never in a model; their
-rules relate the shardings of their operands and results.
+Under a causal mask a rank's queries must be a range, whose start is an argument of the operator. Dropout is drawn by a weight's global
+position: the call holds the rank's tile of [batch, heads, q, k]. Where `propagate` has split the keys too, along the axis that splits the
+queries, blocks of keys pass round a ring (`ring.py`). Calls on a block of keys, and `attention_zigzag`, are never in a model; their rules
+relate the shardings of their operands and results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +17,8 @@ from torch.fx import Node
 from meshc.ir.schemas import named_arguments, place_of
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, mask_of
-from meshc.rules.rule import Made, RingLetter, Rule, einsum
+from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, draws_of, mask_of
+from meshc.rules.rule import ONE, Made, RingLetter, Rule, einsum, shape_of
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag
 
@@ -26,25 +28,44 @@ if TYPE_CHECKING:
 meshc = torch.ops.meshc
 
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
+OPERANDS = {"grad": Q, "q": Q, "k": K, "v": K, "bias": BIAS, "out": Q, "lse": ROW, "seed_step": "seed!"}
 ZIGZAG = frozenset("qk")
 ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
-    operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", RingLetter("k", (1, 2), zigzag=True, apart=True))
+    return _rule(node, tensors, [Q, ROW], (1, 2), ())
 
 
 def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
-    operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", RingLetter("k", (2, 3), (1, 2), zigzag=True, apart=True))
+    results = [Q, f"{K} +q", f"{K} +q"]
+    if node.target is meshc.attention_bias_backward.default:
+        results.append(_bias_gradient_text(shape_of(tensors[4]), shape_of(tensors[1])))
+    return _rule(node, tensors, results, (2, 3), (1, 2))
 
 
-def _rule(node: Node, tensors: list[Node], text: str, keys: RingLetter) -> Rule:
-    if named_arguments(node)["real"] is not None:
+def _bias_gradient_text(shape: Sequence[int], queries: Sequence[int]) -> str:
+    """The text of a bias's gradient, which is summed over the dims along which the bias broadcasts."""
+    same = [letter for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
+    return " ".join([*(ONE if token in same else token for token in BIAS.split()), *(f"+{letter}" for letter in same)])
+
+
+def _rule(node: Node, tensors: list[Node], results: list[str], keys: tuple[int, ...], gradients: tuple[int, ...]) -> Rule:
+    named = named_arguments(node)
+    operands = [OPERANDS[name] for name, given in named.items() if name in OPERANDS and given is not None]
+    text = f"{', '.join(operands)} -> {' | '.join(results)}"
+    if named["real"] is not None:
         return einsum(_block_text(text), node, tensors)
-    major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
-    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
+    major = frozenset("q") if named["causal"] else frozenset[str]()
+    by_kernels = named["seed_step"] is None and len(results) < 4
+    ring = RingLetter("k", keys, gradients, zigzag=by_kernels, apart=by_kernels)
+    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": ring})
+
+
+def _block_text(text: str) -> str:
+    """The rule's text for a block of the keys: the call holds the start of the rank's own queries, which are split no further, so that no
+    gradient is partial."""
+    return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
 
 
 def shape_of_mask(node: Node) -> tuple[bool, int, int]:
@@ -56,24 +77,17 @@ def shape_of_mask(node: Node) -> tuple[bool, int, int]:
 def _lower(local: Local) -> Made:
     """A ring, or the same call on local operands; under a causal mask it gets the start of the tile of queries."""
     node = local.node
-    causal = place_of(node, "causal")
     if local.axes("k"):
         ring = (Zigzag if local.uses_zigzag else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
-    if not local.axes("q") or not node.args[causal]:
+    numbers = draws_of(local, 0)
+    if local.axes("q") and mask_of(node)[0]:
+        numbers["start"] = local.start("q")
+    if not numbers:
         return local.call(*local.operands)
-    start = local.start("q")
-    made = local.call(*local.operands)
-    end = causal + 2
-    window, offset = (*made.args[end:], 0, 0)[:2]
-    made.args = (*made.args[:end], window, offset, start)
-    return made
-
-
-def _block_text(text: str) -> str:
-    """The rule's text for a block of the keys: the call holds the start of the rank's own queries, which are split no further, so that no
-    gradient is partial."""
-    return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
+    operands = iter(local.operands)
+    named = {name: next(operands) if isinstance(given, Node) else given for name, given in named_arguments(node).items()} | numbers
+    return local.emit(node.target, *[*named.values()][: max(len(node.args), *(place_of(node, name) + 1 for name in numbers))])
 
 
 def _zigzag(node: Node, tensors: list[Node]) -> Rule:
@@ -94,7 +108,9 @@ def _join(node: Node, tensors: list[Node]) -> Rule:
 
 OPERATORS = declarations({
     "meshc.attention": Operator(_attention, flops=attention_flops, arithmetic="attention"),
-    "meshc.attention_backward": Operator(_attention_backward, flops=attention_gradient_flops, arithmetic="attention"),
+    "meshc.attention_backward meshc.attention_bias_backward": Operator(
+        _attention_backward, flops=attention_gradient_flops, arithmetic="attention"
+    ),
     "meshc.attention_merge": Operator(_merge),
     "meshc.attention_join": Operator(_join),
     "meshc.attention_zigzag": Operator(_zigzag, flops=attention_flops, arithmetic="attention"),

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, record, spmd
-from meshc.ir.schemas import RESHAPES, place_of
+from meshc.ir.schemas import RESHAPES, named_arguments, place_of
 from meshc.ir.sizes import Size
 from meshc.ops import attention as _attention  # noqa: F401 - registers it
 from meshc.ops import attention_join as _join  # noqa: F401 - likewise
@@ -56,15 +56,25 @@ def mask_of(node: Node) -> tuple[bool, object, int, int]:
     return bool(causal), scale, integer(window), integer(offset)
 
 
+def draws_of(local: Local, back: int) -> dict[str, object]:
+    """The tile of dropped weights, as arguments: of the rank's queries and, where keys are split, of those of the rank `back` places before
+    this one. Empty where nothing is dropped."""
+    if named_arguments(local.node)["seed_step"] is None:
+        return {}
+    return dict(zip(("global_shape", "local_shape", "offsets"), local.weights_drawn("b h q k".split(), {"k": back}), strict=True))
+
+
 class Ring:
     """Lowering of one attention whose queries and keys are both split by one axis."""
 
     def __init__(self, local: Local) -> None:
         self.local = local
-        node = local.node
+        node, self.named = local.node, named_arguments(local.node)
         self.how = causal, _, window, offset = mask_of(node)
         self.axes = list(local.axes("q"))
-        self.biased = node.args[place_of(node, "bias")] is not None
+        self.biased = self.named["bias"] is not None
+        self.seed = local.operands[-1] if self.named["seed_step"] is not None else None
+        self.of_bias: list[Node] = []
         sizes = local.global_size("q"), local.global_size("k"), local.local_size("k")
         self.ranks = local.ranks(self.axes)
         self.steps = ring_steps(*sizes, self.ranks, causal, window, offset)
@@ -96,7 +106,9 @@ class Ring:
 
     def block_arguments(self, step: int) -> tuple[object, ...]:
         """The numbers of a block's call: mask settings, starts of queries and keys, number of keys without padding."""
-        return *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
+        numbers = *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
+        draws = draws_of(self.local, step).values()
+        return (*numbers, self.seed, self.named["call"], self.named["p"], *draws) if draws else numbers
 
     def bias(self, bias: Node | None, step: int) -> Node | None:
         """The part of the bias, which is whole along keys, that belongs to a block."""
@@ -152,8 +164,10 @@ class Ring:
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
         """Gradients of the queries, and of a block's keys and values. `known`: gradient of the output, the output, log-sum-exp."""
-        grad, out, lse = known
-        made = self.local.emit(meshc.attention_backward.default, grad, q, keys, values, bias, out, lse, *self.block_arguments(step))
+        grad, *sums = known
+        made = self.local.emit(self.local.node.target, grad, q, keys, values, bias, *sums, *self.block_arguments(step))
+        if made.target is meshc.attention_bias_backward.default:
+            self.of_bias.append(self.local.item(made, 3))
         return [self.local.item(made, index) for index in range(3)]
 
     def join_blocks(self, parts: Iterable[Node]) -> tuple[Node, Node]:
@@ -194,7 +208,22 @@ class Ring:
         return [
             self.home(self.cast_like(dq, q)),
             *(self.spread_over_heads(self.home(one), index) for index, one in enumerate(own, 1)),
+            *([self.bias_gradient()] if self.of_bias else []),
         ]
+
+    def bias_gradient(self) -> Node:
+        """The bias's gradient [.., q of the rank, all keys]. Blocks give the columns of rank r, r - 1, ..., round the ring; tile j comes
+        with block r - j, so the tiles are reordered."""
+        emit, shape = self.local.emit, self.local.shape
+        if shape(self.of_bias[0])[3] == 1:
+            total, *rest = self.of_bias
+            for one in rest:
+                total = emit(aten.add.Tensor, total, one)
+            return total
+        beside = emit(aten.cat.default, self.of_bias, 3)
+        tiles = [emit(spmd.shard, beside, 3, self.ranks, self.local.place(self.axes[0], tile)) for tile in range(self.ranks)]
+        found, length = emit(aten.cat.default, tiles, 3), self.local.global_size("k")
+        return found if length == self.local.local_size("k") * self.ranks else emit(aten.slice.Tensor, found, 3, 0, length)
 
 
 def heads_summed_together(backward: Node, index: int) -> int:

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 
 from meshc.errors import ArtifactError
 from meshc.ir import spmd
 from meshc.ir.functions import Function, Target
+from meshc.ir.schemas import arguments_by_name
 from meshc.private import OpOverload, OpOverloadPacket
 from meshc.text import libraries
 
@@ -34,8 +36,16 @@ OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text
 _NAME: Final = re.compile(r"([A-Za-z_]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
 LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/operators.txt), {', '.join(sorted(FUNCTIONS))}"
 
-EARLIER: Final = {"meshc.attention_block": "meshc.attention", "meshc.attention_block_backward": "meshc.attention_backward"}
-"""Operators of earlier versions, in programs that they saved -> those that take the same arguments now."""
+_DRAWS: Final = "seed_step call p global_shape local_shape offsets causal scale window offset start first real"
+EARLIER: Final = {
+    "meshc.attention_block": ("meshc.attention", ""),
+    "meshc.attention_block_backward": ("meshc.attention_backward", ""),
+    "meshc.explicit_attention": ("meshc.attention", f"q k v bias {_DRAWS}"),
+    "meshc.explicit_attention_backward": ("meshc.attention_backward", f"grad q k v bias out lse {_DRAWS}"),
+    "meshc.explicit_attention_bias_backward": ("meshc.attention_bias_backward", f"grad q k v bias out lse {_DRAWS}"),
+}
+"""Operators of earlier versions, in programs that they saved -> the operator that does the same now, and the order in which the earlier one
+took its arguments, where that was another."""
 
 
 @cache
@@ -91,11 +101,19 @@ def resolve(name: str) -> Function:
 
 @cache
 def _resolve_name(name: str) -> Function:
-    found = FUNCTIONS.get(name) or _overload(EARLIER.get(name, name))
+    found = FUNCTIONS.get(name) or _overload(EARLIER.get(name, (name,))[0])
     why = "there is no such operator" if found is None else refusal(found)
     if found is None or why is not None:
         raise ArtifactError(f"the operator {name} is not on the allow-list: {why}; {LISTED}")
     return found
+
+
+def reorder_arguments(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of the operator of this name in the order in which the one that `resolve` finds takes them."""
+    order = EARLIER.get(name, ("", ""))[1]
+    if not order:
+        return tuple(arguments)
+    return tuple(arguments_by_name(cast(OpOverload, resolve(name)), (), dict(zip(order.split(), arguments, strict=False))).values())
 
 
 def _overload(name: str) -> OpOverload | None:

@@ -29,7 +29,7 @@ from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
 from meshc.ir.storage_moves import TIERS
 from meshc.program.program import Origin, Stage
-from meshc.text.allowed_operators import resolve
+from meshc.text.allowed_operators import reorder_arguments, resolve
 from meshc.text.printer import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, SideRow, SideTable
 
 REGION: Final = "the only blocks are regions, by number: with region(3):"
@@ -318,10 +318,10 @@ class _StageReader:
         if not isinstance(target, ast.Name) or not isinstance(value, ast.Call):
             self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
         try:
-            operator = resolve(self.dotted_name(value.func))
+            operator = resolve(name := self.dotted_name(value.func))
         except ArtifactError as error:
             self.fail(value.func, str(error))
-        arguments = tuple(self.argument(item) for item in value.args)
+        arguments = reorder_arguments(name, [self.argument(item) for item in value.args])
         keywords: dict[str, Argument] = {}
         for item in value.keywords:
             if item.arg is None:

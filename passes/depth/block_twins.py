@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from meshc.ir import Record, comparison_key, op_name, records
+from meshc.ir.schemas import call_number, with_call
 from meshc.passes.depth.blocks import Blocks
-from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
 
@@ -106,15 +106,15 @@ def _without_nodes(node: Node) -> object:
 
 
 def _numbers_apart(one: Node, other: Node) -> int:
-    place = call_argument(one)
-    if place is None or place >= len(one.args) or place >= len(other.args):
+    first, second = call_number(one), call_number(other)
+    if first is None or second is None:
         raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
     blank = [
         comparison_key(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)
     ]  # these take no texts
     if blank[0] != blank[1]:
         raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
-    return int(other.args[place]) - int(one.args[place])  # type: ignore[arg-type]
+    return second - first
 
 
 def same_records(

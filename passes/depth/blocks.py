@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import records
 from meshc.ir.graph import placeholders
-from meshc.passes.depth.call_argument import call_argument
+from meshc.ir.schemas import call_number
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.phases.captured_depth import INSIDE
 from meshc.passes.phases.traced_model import Joint
@@ -72,7 +72,7 @@ def _without_common(graph: Graph, found: Blocks) -> Blocks:
     """Removes nodes of inner blocks that depend on no layer and are read outside their block."""
     made = set[Node]()
     for node in graph.nodes:
-        if found.get(node) in INSIDE and node.op == "call_function" and call_argument(node) is None:
+        if found.get(node) in INSIDE and node.op == "call_function" and call_number(node) is None:
             if all(operand not in found or (operand in made and found[operand] == found[node]) for operand in node.all_input_nodes):
                 made.add(node)
     for node in reversed(graph.nodes):

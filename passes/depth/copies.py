@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 
 from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
+from meshc.ir.schemas import call_number, with_call
 from meshc.passes.depth.block_twins import same_records, twins
 from meshc.passes.depth.blocks import NAMED, Blocks
-from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.mentions import LayerRenaming, Mentions
 from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.unequal import Unequal
@@ -66,7 +66,7 @@ class GraphGrower:
         self.kept: dict[Node, Node] = {}
         self.copies: dict[Node, dict[int, Node]] = {node: {} for node in self.twins}
         self.sequence = NumberSteps((one.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE)) for one, twin in self.twins.items())
-        self.calls = NumberSteps((_call(one), _call(twin.other)) for one, twin in self.twins.items())
+        self.calls = NumberSteps((call_number(one), call_number(twin.other)) for one, twin in self.twins.items())
 
     def build_graph(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> GrownGraph:
         self._refuse_readers()
@@ -119,7 +119,7 @@ class GraphGrower:
                 return self._at(1 if relative[0] > 0 else self.count, relative[1], node)
             return self.kept[operand]
 
-        number = _call(node)
+        number = call_number(node)
         later = None if number is None else self.calls.later(number, self.count)
         layers = self.mentions.later() if node not in self.others else self.mentions.other(self.others[node].fixed)
         made = self._make(node, name, there, later, layers)
@@ -135,7 +135,7 @@ class GraphGrower:
             relative = next(reads)
             return self.kept[operand] if relative is None else self._at(number + relative[0], relative[1], node)
 
-        call = _call(node)
+        call = call_number(node)
         layers = self.mentions.inside(twin.fixed, number)
         made = self._make(node, name, there, None if call is None else call + number * twin.draws, layers)
         sequence = self.sequence.copy(node.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE), number, self.count)
@@ -260,11 +260,6 @@ class NumberSteps:
         if one is None:
             return None
         return one + number * self.step if one != other else self.later(one, copies)
-
-
-def _call(node: Node) -> int | None:
-    place = call_argument(node)
-    return None if place is None or place >= len(node.args) else node.args[place]  # type: ignore[return-value]
 
 
 # Names of ports that go on from block to block, by the number in which they differ.

@@ -18,7 +18,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir import leaves, op_name, records
-from meshc.passes.depth.call_argument import call_argument, with_call
+from meshc.ir.schemas import call_number, with_call
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.planner.search_space import DecidedValue, Key, SearchSpace
 
@@ -98,7 +98,7 @@ def _call_signature(space: SearchSpace, key: Key) -> Iterable[Hashable]:
 
 def constant_arguments(node: Node) -> tuple[object, ...]:
     """Leaves of a call's arguments, None in place of nodes, without what differs by layer: numbers of random calls, and those in texts."""
-    args = node.args if call_argument(node) is None else with_call(node, 0)
+    args = node.args if call_number(node) is None else with_call(node, 0)
     found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))
     return tuple(None if isinstance(one, Node) else re.sub(r"\d+", "", one) if isinstance(one, str) else one for one in found)
 

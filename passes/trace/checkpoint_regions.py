@@ -37,10 +37,6 @@ STANDS_FOR: Final = {
         aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default,
     ),
-    "meshc.explicit_attention": (
-        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default,
-    ),
     "meshc.dropout": (aten.native_dropout.default,),
 }  # fmt: skip
 """meshc's own operators -> torch's operators, for which policies are written."""

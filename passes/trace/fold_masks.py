@@ -12,7 +12,8 @@ Runs right after `differentiate`: values are pure there, and forward and backwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.keys import is_a, name_of
-from meshc.ir.schemas import RESHAPES
+from meshc.ir.schemas import RESHAPES, named_arguments, place_of
 from meshc.ir.sizes import Ratio, Size
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
 from meshc.ops.attention_masked_blocks import NEVER
@@ -29,15 +30,7 @@ from meshc.passes.trace.known_values import KnownValues, compute_operands_first
 
 meshc = torch.ops.meshc
 
-BIAS: dict[object, int] = {
-    meshc.attention.default: 3, meshc.attention_backward.default: 4,
-    meshc.explicit_attention.default: 3, meshc.explicit_attention_backward.default: 4,
-}  # fmt: skip
-"""Operator -> the position of its bias."""
-CAUSAL: dict[object, int] = {
-    meshc.attention.default: 4, meshc.attention_backward.default: 7,
-    meshc.explicit_attention.default: 10, meshc.explicit_attention_backward.default: 13,
-}  # fmt: skip
+ATTENTION: Final = (meshc.attention.default, meshc.attention_backward.default)
 
 
 @dataclass(frozen=True)
@@ -57,15 +50,14 @@ def fold_masks(traced: TracedModel) -> TracedModel:
     ranges = SeenRanges(known)
     patterns: dict[tuple[Node, int], Pattern | None] = {}
     for node in graph.nodes:
-        if node.target not in BIAS or not isinstance(node.args[BIAS[node.target]], Node):
+        if node.target not in ATTENTION or not isinstance(bias := node.args[place_of(node, "bias")], Node):
             continue
-        bias = node.args[BIAS[node.target]]
         key = (bias, _queries(node))
         if key not in patterns:
             value, queries = known.of(bias), _queries(node)
             patterns[key] = pattern_of(value, queries) if value is not None else pattern_of_ranges(ranges.of(bias), queries)
         found = patterns[key]
-        if found is not None and not node.args[CAUSAL[node.target]]:
+        if found is not None and not node.args[place_of(node, "causal")]:
             _fold(node, found)
     graph.eliminate_dead_code()
     return traced
@@ -76,12 +68,9 @@ def _queries(node: Node) -> int:
 
 
 def _fold(node: Node, found: Pattern) -> None:
-    bias, causal = BIAS[node.target], CAUSAL[node.target]
-    args = list(node.args[: causal + 2])
-    args[bias], args[causal] = None, found.causal
-    if found.window or found.offset:
-        args += [found.window, found.offset]
-    node.args = tuple(args)
+    named = named_arguments(node)
+    end = len(node.args) if named["seed_step"] is not None else place_of(node, "start" if found.window or found.offset else "window")
+    node.args = tuple((named | {"bias": None, **asdict(found)}).values())[:end]
 
 
 def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:

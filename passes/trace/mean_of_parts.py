@@ -26,9 +26,8 @@ from meshc.ir.functions import Function
 from meshc.ir.graph import call, output_of, placeholders, set_results
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
-from meshc.ir.schemas import place_of
+from meshc.ir.schemas import call_number, place_of
 from meshc.ir.sharding import Part
-from meshc.ops import explicit_attention as _explicit_attention  # noqa: F401 - registers it
 from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
@@ -38,14 +37,6 @@ from meshc.program.program import Port
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
-
-DRAWS: dict[object, int] = {
-    meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2,
-    meshc.explicit_attention.default: 5, meshc.explicit_attention_backward.default: 8, meshc.explicit_attention_bias_backward.default: 8,
-}  # fmt: skip
-"""Random operator -> position of its call's number, behind the seed, which is None where nothing is drawn. An attention's backward repeats
-forward's draws.
-"""
 
 
 def means(request: Request) -> bool:
@@ -163,12 +154,13 @@ def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
 
 
 def _draws(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.target in DRAWS and node.args[DRAWS[node.target] - 1] is not None]
+    return [node for node in graph.nodes if call_number(node) is not None]
 
 
 def _call(node: Node) -> int:
-    call: Any = node.args[DRAWS[node.target]]
-    return int(call)
+    number = call_number(node)
+    assert number is not None
+    return number
 
 
 def _shape(node: Node, which: int) -> list[int]:

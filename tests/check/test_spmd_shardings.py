@@ -63,7 +63,7 @@ SOUND = [
     ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, first)', 'z: "i64[rows 4]" = aten.add.Tensor(four, 1)'),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, first)',),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, False, 0.5)',),
-    ('heads: "int" = tile_start(4, [2], [d])', 'y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.explicit_attention(both, both, both, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [first, heads, 0, 0], True, 0.5, 0, 0, 0)'),
+    ('heads: "int" = tile_start(4, [2], [d])', 'y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.attention(both, both, both, None, True, 0.5, 0, 0, 0, 0, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [first, heads, 0, 0])'),
     ('u: "f32[4, 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [first, 0], f32)', 'y: "f32[batch 8/dp, width 8]" = aten.reshape(u, [4, 8])'),
     ('y: "f32[batch 8/dp/tp, width 8]" = broadcast(x, ["mb"], 1)',),
     ('y: "f32[4, 8]" = shard(w, 0, 2, 1)', 'z: "f32[4, 8]" = aten.relu(y)'),
@@ -111,7 +111,7 @@ WRONG = [
     ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [before, 0], f32)', "before is not where a rank's 4 of 8 positions start"),
     ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [16, 8], [4, 8], [first, 0], f32)', "first is the start of a tile of 8 positions over dp, and 4 of 16 are drawn"),
     ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [other, 0], f32)', "it draws a tile over tp, and what is drawn for is [batch 8/dp, width 8]"),
-    ('y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.explicit_attention(both, both, both, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [other, small, 0, 0], True, 0.5, 0, 0, 0)', "it draws a tile over tp, dp, and what is drawn for is [batch 8/dp, heads 4/tp, seq 8, seq 8]"),
+    ('y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.attention(both, both, both, None, True, 0.5, 0, 0, 0, 0, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [other, small, 0, 0])', "it draws a tile over tp, dp, and what is drawn for is [batch 8/dp, heads 4/tp, seq 8, seq 8]"),
     # a causal mask goes from the start of the queries' tile on
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5)', "qs is [seq 8/dp] along dim 2, and its causal mask starts at 0 on all ranks"),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, before)', "its start is of the rank 1 before this one along dp, and not of this rank"),

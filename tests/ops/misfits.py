@@ -172,17 +172,15 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "block: out is shorter", ops.attention_backward, (
         whole, whole, whole, whole, None, heads(2, 2, 1), x(2, 2, 128), False, 1.0, *block,
     )  # fmt: skip
-    nothing, drawn = (None, 0, 0.0, [], [], []), (SEED, 0, 0.5, [2, 2, 128, 128], [2, 2, 128, 128], [0, 0, 0, 0])
-    short = SEED, 0, 0.5, [2, 2, 128, 8], [2, 2, 128, 8], [0, 0, 0, 0]
-    yield "explicit: keys of one head", ops.explicit_attention, (whole, heads(1, 1, 128), heads(1, 1, 128), None, *nothing, False, 1.0)
-    yield "explicit: bias is shorter", ops.explicit_attention, (whole, whole, whole, x(1, 1, 1, 2), *nothing, False, 1.0)
-    yield "explicit: draws of fewer keys", ops.explicit_attention, (whole, whole, whole, None, *short, False, 1.0)
-    yield "explicit: draws without a seed", ops.explicit_attention, (whole, whole, whole, None, None, *drawn[1:], False, 1.0)
-    yield "explicit: one sum", ops.explicit_attention_backward, (
-        whole, whole, whole, whole, None, whole, x(1, 1, 1), *nothing, False, 1.0
-    )  # fmt: skip
-    yield "explicit: draws of fewer keys backward", ops.explicit_attention_bias_backward, (
-        whole, whole, whole, whole, x(1, 1, 1, 128), whole, x(2, 2, 128), *short, False, 1.0
+    drawn = (SEED, 0, 0.5, [2, 2, 128, 128], [2, 2, 128, 128], [0, 0, 0, 0])
+    here, short = (False, 1.0, 0, 0, 0, 0, None), (SEED, 0, 0.5, [2, 2, 128, 8], [2, 2, 128, 8], [0, 0, 0, 0])
+    yield "dropout: keys of one head", ops.attention, (whole, heads(1, 1, 128), heads(1, 1, 128), None, *here, *drawn)
+    yield "dropout: bias is shorter", ops.attention, (whole, whole, whole, x(1, 1, 1, 2), *here, *drawn)
+    yield "dropout: draws of fewer keys", ops.attention, (whole, whole, whole, None, *here, *short)
+    yield "dropout: draws without a seed", ops.attention, (whole, whole, whole, None, *here, None, *drawn[1:])
+    yield "dropout: one sum", ops.attention_backward, (whole, whole, whole, whole, None, whole, x(1, 1, 1), *here, *drawn)
+    yield "dropout: draws of fewer keys backward", ops.attention_bias_backward, (
+        whole, whole, whole, whole, x(1, 1, 1, 128), whole, x(2, 2, 128), *here, *short
     )  # fmt: skip
     yield "zigzag: keys of one head", ops.attention_zigzag, (heads(4, 8, 128), heads(1, 1, 128), heads(1, 1, 128), 1.0, 0, 0, 2, 256)
     yield "zigzag: fewer keys", ops.attention_zigzag, (whole, heads(2, 2, 1), heads(2, 2, 1), 1.0, 0, 0, 2, 256)

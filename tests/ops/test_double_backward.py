@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from meshc.ops.attention import attention
-from meshc.ops.explicit_attention import explicit_attention
 from meshc.ops.random import seed_step
 from meshc.ops.rnn import KINDS, rnn
 from meshc.ops.take import take
@@ -31,7 +30,7 @@ def test_attention_that_drops_weights() -> None:
     draws = (seed_step(3, 1, "cpu"), 4, 0.5, shape, shape, [0] * 4)
     q, k, v = (normal(1, 2, 3, 2, seed=seed) for seed in range(3))
     bias = normal(1, 1, 3, 3, seed=3)
-    assert torch.autograd.gradgradcheck(lambda *x: explicit_attention(*x, *draws, False, 0.7)[0], (q, k, v, bias))
+    assert torch.autograd.gradgradcheck(lambda *x: attention(*x, False, 0.7, 0, 0, 0, 0, None, *draws)[0], (q, k, v, bias))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshc.ops import explicit_attention as explicit
+from meshc.ops.attention import attention, attention_bias_backward
 from meshc.ops.attention_join import attention_merge
-from meshc.ops.explicit_attention import explicit_attention, explicit_attention_bias_backward
 from meshc.ops.random import keep_mask, seed_step
 
 QUERIES, KEYS, CALL, SCALE = 37, 41, 7, 0.5
@@ -26,7 +26,12 @@ def operands(shape: tuple[int, ...] | None) -> list[Tensor | None]:
 
 
 def draws(p: float, offset: int = 0, keys: int = KEYS) -> tuple[Any, ...]:
-    return (SEED, CALL, p, WHOLE, [2, 3, QUERIES, keys], [0, 0, 0, offset]) if p else (None, 0, 0.0, [], [], [])
+    return (SEED, CALL, p, WHOLE, [2, 3, QUERIES, keys], [0, 0, 0, offset]) if p else ()
+
+
+def called(p: float, causal: bool = False, window: int = 0, offset: int = 0) -> tuple[Any, ...]:
+    """The arguments behind the bias, of a call over all keys."""
+    return causal, SCALE, window, offset, 0, 0, None, *draws(p)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, causal: bool, window: int = 0, offset: int = 0) -> Tensor:
@@ -53,7 +58,7 @@ def test_it_is_softmax_with_what_is_dropped(
     """And so are all gradients, of all queries at once and of 16 at a time."""
     monkeypatch.setattr(explicit, "AT_ONCE", at_once)
     given = operands(shape)
-    out, _ = explicit_attention(*given, *draws(p), how[0], SCALE, *how[1:])
+    out, _ = attention(*given, *called(p, *how))
     expected = plain(*given, p, *how)  # type: ignore[arg-type]
     learned, grad = [x for x in given if x is not None], torch.randn(out.shape, dtype=out.dtype)
     torch.testing.assert_close(out, expected)
@@ -79,7 +84,7 @@ def test_what_a_bias_hides_from_all_queries_of_a_block_is_not_computed(never: fl
 
     monkeypatch.setattr(explicit, "_scores", counted)
     given = [q, k, v, bias]
-    out, _ = explicit_attention(*given, *draws(0.3), False, SCALE)
+    out, _ = attention(*given, *called(0.3))
     expected, grad = plain(q, k, v, bias, 0.3, False), torch.randn(2, 3, QUERIES, 4, dtype=out.dtype)
     torch.testing.assert_close(out, expected)
     for mine, theirs in zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(expected, given, grad), strict=True):
@@ -91,7 +96,7 @@ def test_blocks_of_keys_are_the_whole() -> None:
     """Tiles of 16 keys, the last one padded with NaN: outputs are joined, gradients of queries add up, those of a bias lie side by side."""
     q, k, v, bias = operands((1, 3, QUERIES, KEYS))
     assert q is not None and k is not None and v is not None and bias is not None
-    out, lse = explicit_attention(q, k, v, bias, *draws(0.3), False, SCALE)
+    out, lse = attention(q, k, v, bias, *called(0.3))
     grad, tile = torch.randn(out.shape, dtype=out.dtype), 16
     blocks = []
     for first in range(0, KEYS, tile):
@@ -101,17 +106,17 @@ def test_blocks_of_keys_are_the_whole() -> None:
         keys[:, :, :real], values[:, :, :real], of_bias[..., :real] = (
             k[:, :, first : first + real], v[:, :, first : first + real], bias[..., first : first + real]
         )  # fmt: skip
-        blocks.append((keys, values, of_bias, (*draws(0.3, first, tile), False, SCALE, 0, 0, 0, first, real)))
+        blocks.append((keys, values, of_bias, (False, SCALE, 0, 0, 0, first, real, *draws(0.3, first, tile))))
     made: tuple[Tensor, Tensor] | None = None
     for keys, values, of_bias, numbers in blocks:
-        part = explicit_attention(q, keys, values, of_bias, *numbers)
+        part = attention(q, keys, values, of_bias, *numbers)
         made = part if made is None else attention_merge(*made, *part)
     assert made is not None
     torch.testing.assert_close(made, (out, lse))
     parts = [
-        explicit_attention_bias_backward(grad, q, keys, values, of_bias, out, lse, *numbers) for keys, values, of_bias, numbers in blocks
+        attention_bias_backward(grad, q, keys, values, of_bias, out, lse, *numbers) for keys, values, of_bias, numbers in blocks
     ]
-    dq, dk, dv, dbias = explicit_attention_bias_backward(grad, q, k, v, bias, out, lse, *draws(0.3), False, SCALE)
+    dq, dk, dv, dbias = attention_bias_backward(grad, q, k, v, bias, out, lse, *called(0.3))
     torch.testing.assert_close(sum(part[0] for part in parts), dq)
     for index, dim, whole in ((1, 2, dk), (2, 2, dv), (3, 3, dbias)):
         torch.testing.assert_close(torch.cat([part[index] for part in parts], dim).narrow(dim, 0, KEYS), whole)
@@ -122,7 +127,7 @@ def test_a_draw_may_have_a_dim_for_each_factor() -> None:
     q, k, v, _ = operands(None)
     assert q is not None
     tile = (SEED, CALL, 0.3, [2, 1, 3, QUERIES, KEYS], [2, 1, 3, QUERIES, KEYS], [0] * 5)
-    found, expected = (explicit_attention(q, k, v, None, *drawn, False, SCALE) for drawn in (tile, draws(0.3)))
+    found, expected = (attention(q, k, v, None, False, SCALE, 0, 0, 0, 0, None, *drawn) for drawn in (tile, draws(0.3)))
     torch.testing.assert_close(found, expected)
 
 
@@ -132,7 +137,7 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     bias = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float64)
     bias[:, :, 3] = -math.inf
     bias.requires_grad_()
-    out, lse = explicit_attention(q, k, v, bias, *draws(0.3), False, SCALE)
+    out, lse = attention(q, k, v, bias, *called(0.3))
     assert not out[:, :, 3].any() and (lse[:, :, 3] == -math.inf).all()
     for gradient in torch.autograd.grad(out.square().sum(), [q, k, v, bias]):
         assert gradient.isfinite().all()
@@ -140,7 +145,7 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 
 def test_in_bfloat16_weights_are_added_up_in_float32() -> None:
     q, k, v, bias = (None if x is None else x.detach().bfloat16() for x in operands((1, 3, QUERIES, KEYS)))
-    out, lse = explicit_attention(q, k, v, bias, *draws(0.3), False, SCALE)
+    out, lse = attention(q, k, v, bias, *called(0.3))
     wide = [x.double() if x is not None else None for x in (q, k, v, bias)]
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), plain(*wide, 0.3, False), atol=0.03, rtol=0.03)  # type: ignore[arg-type]

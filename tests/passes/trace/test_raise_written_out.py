@@ -90,7 +90,7 @@ def test_under_a_causal_mask_it_is_causal() -> None:
     """A mask of positions becomes an attribute, as that of any attention."""
     program = meshc.compile(Writes(drops=0.25), meshc.Mesh("dp=2"), kwargs={"x": torch.zeros(4, 8, 6)})
     nodes = [node for stage in program.compiled.stages.values() for node in stage.graph.nodes]
-    calls = [node for node in nodes if "meshc.explicit_attention" in str(node.target)]
+    calls = [node for node in nodes if "meshc.attention" in str(node.target)]
     assert len(calls) == 2
     for call in calls:
         names = (argument.name for argument in call.target._schema.arguments)

@@ -32,18 +32,18 @@ for _causal, _bias, _numbers in (
     sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5, *_numbers)
 
 _draws = torch.tensor([5, 3]), 2, 0.4, [2, 3, 5, 7], [2, 3, 5, 7], [0, 0, 0, 0]
-_nothing = None, 0, 0.0, [], [], []
-for _drawn in (_nothing, _draws):
+for _drawn in ((), (0, None, *_draws)):
     for _bias, _how in (
         (f(2, 3, 5, 7), (False, 0.5)), (f(1, 3, 5, 7), (False, 0.5)), (f(2, 1, 1, 7), (False, 0.5)), (f(1, 1, 5, 1), (False, 0.5)),
         (None, (False, 0.5)), (None, (True, 0.5, 0, 2)), (None, (True, 0.5, 4, 2)),
     ):  # (causal, scale, window, offset)  # fmt: skip
         _q, _k, _v = f(2, 3, 5, 4), f(2, 3, 7, 4), f(2, 3, 7, 4)
-        _made = ours.explicit_attention(_q, _k, _v, _bias, *_drawn, *_how)
-        sample(ours.explicit_attention.default, _q, _k, _v, _bias, *_drawn, *_how)
-        sample(ours.explicit_attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, *_made, *_drawn, *_how)
+        _how = (*_how, 0, 0)[:4] + (0, *_drawn) if _drawn else _how
+        _made = ours.attention(_q, _k, _v, _bias, *_how)
+        sample(ours.attention.default, _q, _k, _v, _bias, *_how)
+        sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, *_made, *_how)
         if _bias is not None:
-            sample(ours.explicit_attention_bias_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, *_made, *_drawn, *_how)
+            sample(ours.attention_bias_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, *_made, *_how)
 
 for _numbers in ((0, 0, 2, 10), (1, 0, 3, 13), (0, 2, 3, 12), (2, 2, 4, 19)):  # (queries_of, keys_of, ranks, length)
     _q, _k, _v = f(2, 3, 5, 4), f(2, 3, 5, 4), f(2, 3, 5, 4)
