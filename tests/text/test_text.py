@@ -392,6 +392,9 @@ def test_other_callables_have_a_spelling_but_no_place() -> None:
 
 
 def test_operators_of_earlier_versions_are_those_that_took_their_place() -> None:
-    for name, now in allowed_operators.EARLIER.items():
+    for name, (now, order) in allowed_operators.EARLIER.items():
         assert allowed_operators.resolve(name) is allowed_operators.resolve(now)
         assert name not in allowed_operators.OPERATORS
+        if order:
+            arguments = [argument.name for argument in allowed_operators.resolve(now)._schema.arguments]  # type: ignore[attr-defined]
+            assert list(allowed_operators.reorder_arguments(name, order.split())) == arguments
