@@ -19,19 +19,12 @@ import torch
 from torch import SymInt, Tensor
 
 from meshc.ops import philox
+from meshc.ops.definition import operator
 from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile, tile_of
 
 Shape = Sequence[int]
 _TILE = "SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets"
-_DEVICES = ("cpu", "cuda")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-
-torch.library.define("meshc::uniform", f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor", tags=_TAGS)
-torch.library.define("meshc::normal", f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor", tags=_TAGS)
-torch.library.define("meshc::keep_mask", f"(Tensor seed_step, int call, float p, {_TILE}) -> Tensor", tags=_TAGS)
-torch.library.define("meshc::dropout", f"(Tensor x, Tensor seed_step, int call, float p, {_TILE}) -> (Tensor out, Tensor mask)", tags=_TAGS)
-torch.library.define("meshc::dropout_backward", "(Tensor grad, Tensor mask, float p) -> Tensor", tags=_TAGS)
 
 
 FIRST_VALUES = (1 << 32) - 1
@@ -67,14 +60,17 @@ def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymIn
 
 def _draw_numbers(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Draws of one kind, in double precision if `dtype` is float64, else in single."""
-    _fit_seed(kind, seed_step)
     bits = 64 if dtype == torch.float64 else 32
     out = torch.empty(tuple(shape), dtype=torch.float64 if bits == 64 else torch.float32, device=seed_step.device)
     philox.draw(f"{kind}{bits}", tile, out, seed_step=seed_step, call=call)
     return out
 
 
-@torch.library.impl("meshc::uniform", _DEVICES)
+@operator(
+    "uniform", results=lambda seed_step, call, whole, local, offsets, dtype: seed_step.new_empty(tuple(local), dtype=dtype),
+    fit=lambda seed_step, call, *tile: _fit_draw("uniform", seed_step, *tile[:3]),
+    schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
+)  # fmt: skip
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
     out = _draw_numbers("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
     if dtype in (torch.float16, torch.bfloat16):  # rounded down to the precision of `dtype`, or the result could be 1
@@ -83,26 +79,36 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
     return out.to(_floating(dtype))
 
 
-@torch.library.impl("meshc::normal", _DEVICES)
+@operator(
+    "normal", results=lambda seed_step, call, whole, local, offsets, dtype: seed_step.new_empty(tuple(local), dtype=dtype),
+    fit=lambda seed_step, call, *tile: _fit_draw("normal", seed_step, *tile[:3]),
+    schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
+)  # fmt: skip
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
     return _draw_numbers("normal", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
 
 
-@torch.library.impl("meshc::keep_mask", _DEVICES)
+@operator(
+    "keep_mask", results=lambda seed_step, call, p, whole, local, offsets: seed_step.new_empty(tuple(local), dtype=torch.bool),
+    fit=lambda seed_step, call, p, *tile: _fit_draw("keep_mask", seed_step, *tile),
+    schema=f"(Tensor seed_step, int call, float p, {_TILE}) -> Tensor",
+)  # fmt: skip
 def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
-    _fit_seed("keep_mask", seed_step)
     tile = _tile(global_shape, local_shape, offsets)
     mask = torch.empty(tuple(local_shape), dtype=torch.bool, device=seed_step.device)
     philox.draw("mask", tile, None, mask, seed_step, call, threshold=keep_threshold(1.0 - p))
     return mask
 
 
-@torch.library.impl("meshc::dropout", _DEVICES)
+@operator(
+    "dropout", results=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
+    fit=lambda x, seed_step, call, p, *tile: _fit_dropout(x, seed_step, *tile),
+    schema=f"(Tensor x, Tensor seed_step, int call, float p, {_TILE}) -> (Tensor out, Tensor mask)",
+)  # fmt: skip
 def _dropout(
     x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape
 ) -> tuple[Tensor, Tensor]:
     tile = _tile(global_shape, local_shape, offsets)
-    _fit_dropout(x, seed_step, tile.elements, local_shape)
     x = x.contiguous()
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     threshold, scale = keep_threshold(1.0 - p), keep_scale(p)
@@ -115,9 +121,11 @@ def _dropout(
     return out, mask
 
 
-@torch.library.impl("meshc::dropout_backward", _DEVICES)
+@operator(
+    "dropout_backward", results="grad", fit=lambda grad, mask, p: _fit_backward(grad, mask),
+    schema="(Tensor grad, Tensor mask, float p) -> Tensor",
+)  # fmt: skip
 def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
-    _fit_backward(grad, mask)
     scale = keep_scale(p)
     if grad.dtype not in (torch.float32, torch.float64) and not grad.is_cuda:
         return torch.where(mask, grad * scale, 0.0).contiguous()
@@ -128,20 +136,17 @@ def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     return out
 
 
-def _fit_seed(operator: str, seed_step: Tensor) -> None:
+def _fit_draw(operator: str, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
+    """Raises ValueError for what is no seed, and as `tile_of` does, as far as symbolic sizes are known."""
     if seed_step.dtype != torch.int64 or seed_step.shape != (2,):
         raise misfit(operator, "seed_step is int64 [2]", seed_step=seed_step)
-
-
-def _fit_tile(global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
-    """Raises ValueError as `tile_of` does, as far as symbolic sizes are known."""
     if not len(global_shape) == len(local_shape) == len(offsets):
         raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
 
 
-def _fit_dropout(x: Tensor, seed_step: Tensor, elements: int, local_shape: Shape) -> None:
-    _fit_seed("dropout", seed_step)
-    if elements != x.numel() or x.device != seed_step.device:
+def _fit_dropout(x: Tensor, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
+    _fit_draw("dropout", seed_step, global_shape, local_shape, offsets)
+    if math.prod(local_shape) != x.numel() or x.device != seed_step.device:
         raise misfit("dropout", f"x holds the local shape {list(local_shape)}, where seed_step is", x=x, seed_step=seed_step)
 
 
@@ -161,35 +166,7 @@ def _to_signed_int64(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-# ------------------------------------------------------------------------------------------------- shapes and derivatives for torch
-
-
-@torch.library.register_fake("meshc::uniform")
-@torch.library.register_fake("meshc::normal")
-def _(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    _fit_seed("uniform and normal", seed_step)
-    _fit_tile(global_shape, local_shape, offsets)
-    return seed_step.new_empty(tuple(local_shape), dtype=dtype)
-
-
-@torch.library.register_fake("meshc::keep_mask")
-def _(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
-    _fit_seed("keep_mask", seed_step)
-    _fit_tile(global_shape, local_shape, offsets)
-    return seed_step.new_empty(tuple(local_shape), dtype=torch.bool)
-
-
-@torch.library.register_fake("meshc::dropout")
-def _(x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> tuple[Tensor, Tensor]:
-    _fit_tile(global_shape, local_shape, offsets)
-    _fit_dropout(x, seed_step, math.prod(local_shape), local_shape)
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
-
-
-@torch.library.register_fake("meshc::dropout_backward")
-def _(grad: Tensor, mask: Tensor, p: float) -> Tensor:
-    _fit_backward(grad, mask)
-    return grad.new_empty(grad.shape)
+# -------------------------------------------------------------------------------------------------------- derivatives for torch
 
 
 def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -212,8 +189,8 @@ def _backward_twice(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None
 
 
-torch.library.register_autograd("meshc::dropout", _backward, setup_context=_setup)
-torch.library.register_autograd("meshc::dropout_backward", _backward_twice, setup_context=_setup_twice)
+_dropout.register_autograd(_backward, setup_context=_setup)
+_dropout_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
 
 
 # ------------------------------------------------------------------------------------------------------- whole tensors, in Python
