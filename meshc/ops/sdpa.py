@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops.attention import attention
+from meshc.ops.attention_sinks import sink_attention
 from meshc.ops.random import dropout, dropout_without_draws
 
 
@@ -79,13 +80,14 @@ def written_out_attention(
     hidden: Sequence[tuple[Tensor, float]],
     scale: float,
     dtype: torch.dtype,
+    sinks: Tensor | None = None,
     *,
     p: float = 0.0,
     seed_step: Tensor | None = None,
     call: int = 0,
 ) -> Tensor:
     """Attention that a model writes out: scores [batch, heads, q, k] plus `biases`, and each number of `hidden` where its mask is true;
-    weights in `dtype`, with dropout probability `p`.
+    weights in `dtype`, with dropout probability `p`, or beside `sinks` (`attention_sinks.py`), without dropout.
 
     Cases that attention's operators do not cover are decomposed again. These operators give zeros for a query whose keys are all masked by
     minus infinity, where a plain softmax would be NaN.
@@ -93,8 +95,10 @@ def written_out_attention(
     fits = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[-1] == k.shape[-1] == v.shape[-1] and 0.0 <= p < 1.0
     zero = torch.zeros((), dtype=q.dtype, device=q.device)
     added = [*biases, *(torch.where(where, torch.full_like(zero, number), zero) for where, number in hidden)]
+    bias = sum(added[1:], added[0]) if added else None
+    if sinks is not None:
+        return sink_attention(q, k, v, bias, sinks, scale)
     if fits:
-        bias = sum(added[1:], added[0]) if added else None
         return sdpa(q, k, v, bias, p, scale=scale, seed_step=seed_step, call=call)
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     weights = torch.softmax(sum(added, scores), -1, dtype).to(v.dtype)

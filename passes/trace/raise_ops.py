@@ -42,7 +42,6 @@ from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.chains import READ
 from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
-from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.passes.trace.raise_written_out import raise_written_out
 from meshc.passes.trace.stand_ins import StandIns, read_by_place
 from meshc.private import OpOverload
@@ -86,7 +85,6 @@ def raise_graph(model: TorchGraph) -> TorchGraph:
             read_by_place(node)
     model = number_random_calls(model, stand_ins)
     module, notes = model.module, list[str]()
-    raise_sinks(module, stand_ins)
     raise_written_out(module, stand_ins)
     raise_masked_writes(module)
     for node in list(module.graph.nodes):

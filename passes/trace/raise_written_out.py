@@ -5,13 +5,17 @@
     weights = dropout(softmax(scores, -1, dtype=float32).to(q.dtype), 0.1)
     out = matmul(weights, v)
 
+    combined = cat([scores, sinks], -1)                                       the same with sinks, as gpt-oss has them
+    weights = softmax(combined - combined.max(-1, True)[0], -1)[..., :-1]
+
 Part of `raise_ops`, after the numbering of random calls. Unchanged where something else reads the values between (a model that also
-returns its attention weights), where weights have fewer bits than queries, and where scores are filled with a number that does not hide:
-adding it would not be the same as replacing a score.
+returns its attention weights), where weights have fewer bits than queries, where scores are filled with a number that does not hide
+(adding it would not be the same as replacing a score), and where weights beside sinks are dropped.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,6 +33,7 @@ from meshc.passes.trace.chains import (
     MATMULS,
     MULTIPLIES,
     SOFTMAXES,
+    SUBTRACTS,
     PatternMismatch,
     argument,
     drops_nothing,
@@ -56,14 +61,14 @@ def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
             need(dim == -1 or dim == 3 and _dims(softmax) == 4)
             found = _WrittenAttention()
             out = found.match_values(softmax)
-            found.match_scores(node_of(softmax.args[0]))
+            found.match_scores(found.without_sinks(node_of(softmax.args[0])))
             found.check(softmax)
         except PatternMismatch:
             continue
         with graph.inserting_before(out):
             turned = graph.call_method("transpose", (found.turned, -2, -1))
-            operands = found.q, turned, found.values, found.biases, found.hidden, found.scale, _dtype(softmax)
-            made = graph.call_function(written_out_attention, operands, found.drops)
+            operands = found.q, turned, found.values, found.biases, found.hidden, found.scale, _dtype(softmax), found.sinks
+            made = graph.call_function(written_out_attention, operands if found.sinks is not None else operands[:-1], found.drops)
         turned.meta.update(found.turned.meta)
         turned.meta.pop("example_value", None)
         made.meta.update(out.meta)
@@ -93,16 +98,22 @@ class _WrittenAttention:
     """The operands of a written-out attention.
 
     biases  summands of the scores           hidden  (mask, number that hides)       drops  keywords of the dropout of the weights
+    sinks   a further column of the scores, if the weights are read without it (`all_but_last`)
     """
 
     biases: list[Node] = field(default_factory=list)
     hidden: list[tuple[Node, float]] = field(default_factory=list)
     scale: float = 1.0
     drops: dict[str, Any] = field(default_factory=dict)
+    sinks: Node | None = None
+    all_but_last: bool = False
 
     def match_values(self, softmax: Node) -> Node:
         """The product of the weights and the values; records `values` and `drops`."""
         weights, following = softmax, reader(softmax)
+        if following.target is operator.getitem:
+            need(following.args[1] == (Ellipsis, slice(None, -1, None)))
+            self.all_but_last, weights, following = True, following, reader(following)
         while following.target not in MATMULS:
             need(following.args and following.args[0] is weights)
             if following.target is DROPOUT:
@@ -116,6 +127,16 @@ class _WrittenAttention:
         self.values = node_of(following.args[1])
         need(self.values is not weights)
         return following
+
+    def without_sinks(self, x: Node) -> Node:
+        """The scores among the operands of a softmax; records them, and `sinks`."""
+        self.scores = x
+        if self.all_but_last:
+            x = _without_shift(x)
+            need(x.target is torch.cat and argument(x, 1, "dim") in (-1, 3) and isinstance(x.args[0], list | tuple) and len(x.args[0]) == 2)
+            self.scores, self.sinks = (node_of(part) for part in x.args[0])  # type: ignore[union-attr]
+            need(not self.drops)
+        return self.scores
 
     def match_scores(self, x: Node) -> None:
         """Reads the scores from the last call to the first."""
@@ -154,7 +175,7 @@ class _WrittenAttention:
         need(len(kinds) == 1 and all(_dims(one) == 4 for one in (self.q, self.turned, self.values)))
         (kind,) = kinds
         need(kind.is_floating_point and torch.promote_types(kind, _dtype(softmax)) == _dtype(softmax))
-        scores = node_of(softmax.args[0])
+        scores = self.scores
         while scores.target not in MATMULS:
             need(torch.promote_types(kind, _dtype(scores)) == _dtype(scores))
             scores = node_of(scores.args[0 if scores.target not in ADDS or _scores(node_of(scores.args[0])) else 1])
@@ -168,3 +189,17 @@ def _scores(x: Node) -> bool:
     while x.target in between and isinstance(x.args[0], Node) and len(x.users) == 1:
         x = x.args[0]
     return x.target in MATMULS and len(x.users) == 1
+
+
+def _without_shift(x: Node) -> Node:
+    """The operand of a softmax, without the subtraction of its maximum, which changes nothing."""
+    if x.target not in SUBTRACTS or len(x.args) != 2:
+        return x
+    combined, greatest = (node_of(one) for one in x.args)
+    if greatest.target is operator.getitem:
+        need(greatest.args[1] == 0)
+        greatest = only(node_of(greatest.args[0]))
+    need(greatest.target in ("max", "amax", torch.max, torch.amax) and greatest.args[0] is combined)
+    need(argument(greatest, 1, "dim") in (-1, 3) and argument(greatest, 2, "keepdim") is True)
+    need(set(combined.users) == {x, greatest} and len(greatest.users) == 1 and len(x.users) == 1)
+    return combined
