@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshc.errors import ScheduleError, lines_of
 from meshc.pipelining.activations import activations_in_flight
-from meshc.pipelining.player import Observer, Player
+from meshc.pipelining.player import Player
 from meshc.pipelining.schedule import Action, Instruction, Message, Recv, Schedule, Send, StageLink
 
 _SHOWN = 20
@@ -263,7 +263,7 @@ def wait_cycle(schedule: Schedule) -> list[Wait]:
     """
     places = {item: (rank, at) for rank, items in enumerate(schedule.lists) for at, item in enumerate(items)}
     player = Player(schedule)
-    stopped = player.play(Observer())
+    stopped = player.stopped
     chain: list[Wait] = []
     seen: dict[int, int] = {}
     # A rank that has stopped waits for a message that was not sent, so the rank that sends it has stopped too.

@@ -5,7 +5,8 @@
     rank 1              |F1.0|  ...
 
 An action starts when its rank is free and all its messages have arrived. A message starts when its SEND and its RECV are posted and the
-message before it has left the channel; a transfer takes the ranks themselves no time.
+message before it has left the channel; a transfer takes the ranks themselves no time. So each event starts at the last end of those that
+it waits for, which `player.py` lists once for all costs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import cached_property
 from meshc.errors import ScheduleError
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.events import Item, StageRun
-from meshc.pipelining.player import Observer, Place, Player
+from meshc.pipelining.player import Player, ScheduleEvent
 from meshc.pipelining.schedule import Action, Message, Recv, Schedule, Send, StageLink
 
 
@@ -119,40 +120,68 @@ def _span(events: Sequence[Event]) -> float:
     return max(event.end_s for event in events) - min(event.start_s for event in events) if events else 0.0
 
 
+class ScheduleReplay:
+    """A schedule and the order of its events, which is found once; their times are computed for each costs. Raises ScheduleError if ranks
+    would wait for ever (see `check`)."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._events = Player(schedule).finished_events()
+        kinds: dict[tuple[str, int] | StageLink, int] = {}
+        self._priced: list[Action | Message] = []
+        self._steps: list[tuple[int, int, tuple[int, ...]]] = []
+        self._first: dict[int, ScheduleEvent] = {}
+        self._last: dict[int, int] = {}
+        for number, event in enumerate(self._events, schedule.ranks):
+            item = event.item
+            kind = kinds.setdefault(item.link if isinstance(item, Message) else (item.op, item.stage), len(kinds))
+            if kind == len(self._priced):
+                self._priced.append(item)
+            self._steps.append((kind, event.waits[0], event.waits[1:]))
+            if isinstance(item, Action):
+                self._first.setdefault(event.rank, event)
+                self._last[event.rank] = number
+
+    def makespan_s(self, costs: Costs) -> float:
+        """The same seconds as `timeline(costs).makespan_s`."""
+        ends = self._ends(costs, None)
+        if not self._first:
+            return 0.0
+        return max(ends[number] for number in self._last.values()) - min(_start(event, ends) for event in self._first.values())
+
+    def timeline(self, costs: Costs, start_s: Sequence[float] | None = None) -> Timeline:
+        """The timeline at these costs. `start_s`: start time of each rank; 0 if not given."""
+        ends = self._ends(costs, start_s)
+        found: list[Event] = []
+        for event, end in zip(self._events, ends[self.schedule.ranks :], strict=True):
+            item, start = event.item, _start(event, ends)
+            if isinstance(item, Action):
+                found.append(Event(event.rank, item, start, end))
+            elif event.arrives:
+                found.append(Event(event.rank, Send(item), start, end))
+                found.append(Event(self.schedule.rank_of(item.to), Recv(item), ends[event.waits[1]], end))
+        return Timeline(tuple(found), self.schedule.ranks, self.schedule.name)
+
+    def _ends(self, costs: Costs, start_s: Sequence[float] | None) -> list[float]:
+        """The end of each event by its number: of the ranks' begins, then of the events."""
+        seconds = [costs.of(item) for item in self._priced]
+        ends = list(start_s or [0.0] * self.schedule.ranks)
+        for kind, first, others in self._steps:
+            start = ends[first]
+            for number in others:
+                if ends[number] > start:
+                    start = ends[number]
+            ends.append(start + seconds[kind])
+        return ends
+
+
+def _start(event: ScheduleEvent, ends: Sequence[float]) -> float:
+    return max([ends[number] for number in event.waits])
+
+
 def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None = None) -> Timeline:
     """The timeline of a schedule, with its messages as listed. Raises ScheduleError if ranks wait for ever (see `check`).
 
     start_s  start time of each rank; 0 if not given
     """
-    clock = _TimelineObserver(costs, start_s or [0.0] * schedule.ranks)
-    Player(schedule).finish(clock)
-    return Timeline(tuple(clock.events), schedule.ranks, schedule.name)
-
-
-class _TimelineObserver(Observer):
-    """Computes start and end of each event of a schedule."""
-
-    def __init__(self, costs: Costs, start_s: Sequence[float]) -> None:
-        self.costs = costs
-        self.events: list[Event] = []
-        self.now = list(start_s)
-        self.posts: dict[Place, float] = {}
-        self.arrived: dict[tuple[int, Message], float] = {}
-        self.free_s: dict[tuple[int, int], float] = {}
-
-    def record_action(self, rank: int, action: Action, read: Sequence[Message]) -> None:
-        start = max([self.now[rank], *(self.arrived[rank, message] for message in read)])
-        self.now[rank] = start + self.costs.of(action)
-        self.events.append(Event(rank, action, start, self.now[rank]))
-
-    def record_post(self, place: Place) -> None:
-        self.posts[place] = self.now[place[0]]
-
-    def record_transfer(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
-        channel = source, target = sent[0], taken[0]
-        start = max(self.posts[sent], self.posts[taken], self.free_s.get(channel, 0.0))
-        end = self.free_s[channel] = start + self.costs.of(message)
-        if comes:
-            self.arrived[target, message] = end
-            self.events.append(Event(source, Send(message), start, end))
-            self.events.append(Event(target, Recv(message), self.posts[taken], end))
+    return ScheduleReplay(schedule).timeline(costs, start_s)

@@ -23,8 +23,7 @@ from meshc.passes.stages.stage_assignment import Kinds
 from meshc.passes.stages.whole_sums import refuse_early_backward
 from meshc.pipelining.pipeline_stages import STAGE_NAMES
 from meshc.pipelining.schedule import Action, Schedule, StageLink, chain, connect, parse
-from meshc.pipelining.schedule_replay import ScheduleReplay
-from meshc.pipelining.timing import Costs
+from meshc.pipelining.timing import Costs, ScheduleReplay
 
 SLACKS: Final = (0.03, 0.01, 0.0)
 """Slacks of balanced cuts that are tried; the fastest under the schedule is taken."""

@@ -9,8 +9,7 @@ import pytest
 from meshc.errors import ScheduleError
 from meshc.passes.stages import schedules
 from meshc.pipelining.schedule import Schedule, chain, parse
-from meshc.pipelining.schedule_replay import ScheduleReplay
-from meshc.pipelining.timing import Costs, simulate
+from meshc.pipelining.timing import Costs, ScheduleReplay, simulate
 
 
 def drawn(chance: random.Random, stages: int) -> Costs:
