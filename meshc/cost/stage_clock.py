@@ -31,10 +31,10 @@ Assumption: a rank has one link, on which collectives run one after another.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from torch.fx import Graph, Node
 
@@ -44,6 +44,8 @@ from meshc.cost.roofline import seconds
 from meshc.ir import runs_on_host, spmd
 from meshc.ir.mesh import Mesh
 from meshc.program.in_flight import earlier_waits
+
+Value = TypeVar("Value")
 
 HOST: Final = "host"
 """Key of copies between device and host in `Seconds.communication`, beside the axes of collectives."""
@@ -91,7 +93,7 @@ def stage_times(
     return seconds, clock.made
 
 
-def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock]:
+def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock[Node]]:
     """The seconds of one run, and the clock after it."""
     clock, compute, there = Clock(arriving, device.contention, device.uneven), 0.0, 0.0
     communication: dict[str, float] = {}
@@ -117,95 +119,117 @@ def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, 
     return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s, there=there), clock
 
 
-class Clock:
-    """Simulated clock of one rank; it is advanced node by node, with the seconds that each takes.
+class Clock(Generic[Value]):
+    """Simulated clock of one rank; it is advanced node by node, with the seconds that each takes, or message by message.
 
-    made    time at which each value is ready; for a collective, at which it is first waited for
+    made    time at which each node is ready; for a collective, at which it is first waited for
     waited  seconds that a collective or copy costs the rank: by waiting for it, or by slower computing beside it
+    now_s   end of computing;  free_s  end of the last message on the link
     """
 
-    def __init__(self, arriving: Mapping[Node, float] | None = None, contention: float = 0.0, uneven: float = 0.0) -> None:
-        self.made: dict[Node, float] = {}
-        self.waited: dict[Node, float] = defaultdict(float)
+    def __init__(self, arriving: Mapping[Value, float] | None = None, contention: float = 0.0, uneven: float = 0.0) -> None:
+        self.made: dict[Value, float] = {}
+        self.waited: dict[Value, float] = defaultdict(float)
         self._contention, self._uneven = contention, uneven
-        self._now = self._met = 0.0
-        self._ready: dict[Node, float] = dict(sorted((arriving or {}).items(), key=lambda one: one[1]))
-        self._free = max(self._ready.values(), default=0.0)
-        self._late: dict[Node, float] = {}
+        self.now_s = self._met = 0.0
+        self._ready: dict[Value, float] = dict(sorted((arriving or {}).items(), key=lambda one: one[1]))
+        self.free_s = max(self._ready.values(), default=0.0)
+        self._late: dict[Value, float] = {}
         self._lanes: dict[object, float] = {}
-        self._copied: dict[Node, float] = {}
+        self._copied: dict[Value, float] = {}
         self._thread = 0.0
 
-    def compute(self, node: Node, takes: float) -> None:
+    def compute(self: Clock[Node], node: Node, takes: float) -> None:
         self._await_operands(node)
-        self._now += takes + self._contention_loss(takes)
-        self.made[node] = self._now
+        self.now_s += takes + self._contention_loss(takes)
+        self.made[node] = self.now_s
 
-    def compute_on_host(self, node: Node, takes: float) -> None:
+    def compute_on_host(self: Clock[Node], node: Node, takes: float) -> None:
         """Advances the host's lane: the operator runs on the rank's own thread."""
         if takes:
             self._thread = max(self._thread, *self._lanes.values(), 0.0) + takes
         self.made[node] = self._thread
 
-    def exchange(self, node: Node, takes: float, before: Collection[Node] = ()) -> None:
+    def exchange(self: Clock[Node], node: Node, takes: float, before: Iterable[Node] = ()) -> None:
         """Starts a collective. `before`: collectives that must be complete before it starts."""
         self._await_operands(node)
-        for earlier in before:
-            if earlier in self._ready:
-                self._await(earlier)
-        self._free = self._ready[node] = max(self._now, self._free) + takes
-        self._late[node] = self._uneven * sqrt(self._now - self._met)
+        self.wait(before)
+        self.send(node, takes)
 
-    def copy(self, node: Node, takes: float, device: Device, before: Collection[Node] = ()) -> None:
+    def copy(self: Clock[Node], node: Node, takes: float, device: Device, before: Iterable[Node] = ()) -> None:
         """Starts a copy to or from the host. `before`: copies that must be complete before it starts."""
         if device.host is None:
             return self.compute(node, takes)
         self._await_operands(node)
-        for earlier in before:
-            if earlier in self._copied:
-                self._await(earlier)
-        self._lanes[node.target] = self._copied[node] = max(self._now, self._lanes.get(node.target, 0.0)) + takes
+        self.wait(before)
+        self._lanes[node.target] = self._copied[node] = max(self.now_s, self._lanes.get(node.target, 0.0)) + takes
         return None
+
+    def advance(self, takes: float) -> None:
+        """Computes for `takes` seconds, then for those lost to contention with the link. Added one after the other, other than in
+        `compute`: plans are ordered by such sums, where a last bit may decide."""
+        lost = self._contention_loss(takes)
+        self.now_s = self.now_s + takes + lost
+
+    def send(self, value: Value, takes: float) -> None:
+        """Starts a message behind those on the link."""
+        self.free_s = self._ready[value] = max(self.now_s, self.free_s) + takes
+        self._late[value] = self._uneven * sqrt(self.now_s - self._met)
+
+    def wait(self, values: Iterable[Value]) -> None:
+        """Waits for those of the values that are on the way."""
+        for value in values:
+            if value in self._ready or value in self._copied:
+                self._await(value)
 
     def await_all(self) -> None:
         """Waits for all collectives and copies: the run ends here, and its results are read in another."""
-        for node in [*self._ready, *self._copied]:
-            self._await(node)
+        self.wait([*self._ready, *self._copied])
+
+    def repeat(self, since: tuple[float, float], times: int) -> None:
+        """Repeats `times` times the advance of computing and link since the time `since` (`now_s`, `free_s`)."""
+        now_s, free_s = (times * (mine - was) for mine, was in zip((self.now_s, self.free_s), since, strict=True))
+        self._met += now_s if self._met > since[0] else 0.0
+        self._ready |= {value: ready + free_s for value, ready in self._ready.items() if ready > self.now_s}
+        self.now_s += now_s
+        self.free_s += free_s
 
     def _contention_loss(self, takes: float) -> float:
         """Seconds that `takes` seconds of computing lose to contention with the link; delays the link accordingly."""
-        if not self._contention or self._free <= self._now or not takes:
+        if not self._contention or self.free_s <= self.now_s or not takes:
             return 0.0
-        done = self._now + min(self._free - self._now, takes / max(self._contention, 1 - self._contention))
-        at, lost = self._now, self._contention * (done - self._now)
-        for node, ready in self._ready.items():  # in the link's order
+        done = self.now_s + min(self.free_s - self.now_s, takes / max(self._contention, 1 - self._contention))
+        at, lost = self.now_s, self._contention * (done - self.now_s)
+        behind = self.now_s + takes + lost - done
+        for value, ready in self._ready.items():  # in the link's order
             if ready > at:
-                self.waited[node] += self._contention * (min(ready, done) - at)
+                self.waited[value] += self._contention * (min(ready, done) - at)
                 at = min(ready, done)
-        behind = self._now + takes + lost - done
-        if self._free > done:
-            self._free += behind
-            self._ready |= {node: ready + behind for node, ready in self._ready.items() if ready > done}
+            if ready > done:
+                self._ready[value] = ready + behind
+        if self.free_s > done:
+            self.free_s += behind
         return lost
 
-    def _await_operands(self, node: Node) -> None:
-        self._now = max(self._now, self._thread)
+    def _await_operands(self: Clock[Node], node: Node) -> None:
+        self.now_s = max(self.now_s, self._thread)
         awaited = [operand for operand in node.all_input_nodes if operand in self._ready or operand in self._copied]
         for operand in awaited:
             self._await(operand)
-        self.made |= dict.fromkeys((*awaited, node), self._now)
+        for value in (*awaited, node):
+            self.made[value] = self.now_s
 
-    def _await(self, node: Node) -> None:
-        ready = self._copied.pop(node) if node in self._copied else self._ready.pop(node) + self._late.get(node, 0.0)
-        if ready <= self._now:
+    def _await(self, value: Value) -> None:
+        ready = self._copied.pop(value) if value in self._copied else self._ready.pop(value) + self._late.get(value, 0.0)
+        if ready <= self.now_s:
             return
-        self.waited[node] += ready - self._now
-        self._now = ready
-        if node in self._late:
+        self.waited[value] += ready - self.now_s
+        self.now_s = ready
+        if value in self._late:
             self._met = ready
 
     @property
     def end_s(self) -> float:
         """Time at which all lanes are done."""
-        last = (ready + self._late.get(node, 0.0) for node, ready in self._ready.items())
-        return max(self._now, self._free, self._thread, *self._lanes.values(), *last)
+        last = (ready + self._late.get(value, 0.0) for value, ready in self._ready.items())
+        return max(self.now_s, self.free_s, self._thread, *self._lanes.values(), *last)

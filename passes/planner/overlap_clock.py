@@ -1,4 +1,4 @@
-"""Estimated seconds of a choice with overlap: a simulated clock over the model's operators and messages.
+"""Estimated seconds of a choice with overlap: the model's operators and messages on the clock of a rank (`cost/stage_clock.py`).
 
     computing   |mm|mm|..wait..|mm|         a reduction starts where its operand is made, a stored parameter is gathered a window ahead,
     link           |all_reduce |gather |    all else starts where it is read; messages of a rank run one after another
@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import inf
 from typing import Final, TypeAlias
 
 from meshc.cost.devices import Device
+from meshc.cost.stage_clock import Clock
 from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
 from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 from meshc.passes.planner.search_space import Key
@@ -34,10 +35,9 @@ LAST: Final = 1 << 60
 class _ReshardMessage:
     """Message of a change of sharding.
 
-    seconds  on the link, `latency_s` included, which does not depend on bytes;  late_s  delay by the last rank to send
+    seconds  on the link, `latency_s` included, which does not depend on bytes
     read     position that waits for the message, in this phase
     size     bytes that a rank receives, or holds of what is reduced;  count  number in the whole model
-    ready_s  time of arrival, None before the start
     """
 
     seconds: float
@@ -46,8 +46,6 @@ class _ReshardMessage:
     phase: str
     size: float
     count: int
-    ready_s: float | None = None
-    late_s: float = 0.0
 
 
 @dataclass
@@ -170,10 +168,12 @@ def _layer_repeats(model: CostModel) -> list[_LayerRepeat]:
 
 
 def _run_timeline(line: _OverlapTimeline, repeats: Sequence[_LayerRepeat], device: Device) -> float:
-    clock, left = _OverlapClock(device.contention, device.uneven), list(repeats)
-    begun: dict[int, tuple[float, float]] = {}
-    sent = (message for where in (line.starts, line.behind) for row in where.values() for message in row)
-    for position in sorted({*line.computes, *line.starts, *line.behind, *(message.read for message in sent)}):
+    clock = Clock[_ReshardMessage](contention=device.contention, uneven=device.uneven)
+    left, begun = list(repeats), dict[int, tuple[float, float]]()
+    reads: At = defaultdict(list)
+    for message in (message for where in (line.starts, line.behind) for row in where.values() for message in row):
+        reads[message.read].append(message)
+    for position in sorted({*line.computes, *line.starts, *line.behind, *reads}):
         for one in left:
             if one.start <= position:
                 begun.setdefault(one.seam, (clock.now_s, clock.free_s))
@@ -181,57 +181,9 @@ def _run_timeline(line: _OverlapTimeline, repeats: Sequence[_LayerRepeat], devic
             one = left.pop(0)
             clock.repeat(begun[one.seam], one.times)
         for message in line.starts.get(position, ()):
-            clock.send(message)
-        clock.wait(position)
-        clock.compute(line.computes.get(position, 0.0))
+            clock.send(message, message.seconds)
+        clock.wait(reads.get(position, ()))
+        clock.advance(line.computes.get(position, 0.0))
         for message in line.behind.get(position, ()):
-            clock.send(message)
+            clock.send(message, message.seconds)
     return max(clock.now_s, clock.free_s)
-
-
-@dataclass
-class _OverlapClock:
-    """`now_s`: end of computing; `met_s`: end of the last wait for other ranks; `free_s`: end of the last message on the link; `waiting`:
-    messages that have not been read, by position."""
-
-    contention: float = 0.0
-    uneven: float = 0.0
-    met_s: float = 0.0
-    now_s: float = 0.0
-    free_s: float = 0.0
-    waiting: At = field(default_factory=lambda: defaultdict(list))
-
-    def compute(self, seconds: float) -> None:
-        """Computes beside the link; each slows the other where they share cores (`cost/stage_clock.py`)."""
-        begun_s, self.now_s = self.now_s, self.now_s + seconds
-        if not self.contention or self.free_s <= begun_s or not seconds:
-            return
-        done_s = begun_s + min(self.free_s - begun_s, seconds / max(self.contention, 1 - self.contention))
-        self.now_s += self.contention * (done_s - begun_s)
-        if self.free_s > done_s:
-            behind_s = self.now_s - done_s
-            self.free_s += behind_s
-            for message in (one for row in self.waiting.values() for one in row):
-                if message.ready_s is not None and message.ready_s > done_s:
-                    message.ready_s += behind_s
-
-    def send(self, message: _ReshardMessage) -> None:
-        self.free_s = message.ready_s = max(self.now_s, self.free_s) + message.seconds
-        message.late_s = self.uneven * sqrt(self.now_s - self.met_s)
-        self.waiting[message.read].append(message)
-
-    def wait(self, position: int) -> None:
-        for message in self.waiting.pop(position, ()):
-            ready_s = (message.ready_s or 0.0) + message.late_s
-            if ready_s > self.now_s:
-                self.now_s = self.met_s = ready_s
-
-    def repeat(self, since: tuple[float, float], times: int) -> None:
-        """Repeats `times` times the advance of computing and link since `since`."""
-        now_s, free_s = (times * (mine - was) for mine, was in zip((self.now_s, self.free_s), since, strict=True))
-        self.met_s += now_s if self.met_s > since[0] else 0.0
-        for message in (one for row in self.waiting.values() for one in row):
-            if message.ready_s is not None and message.ready_s > self.now_s:
-                message.ready_s += free_s
-        self.now_s += now_s
-        self.free_s += free_s

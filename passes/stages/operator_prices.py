@@ -145,7 +145,7 @@ class Prices:
         takes = self.separate_seconds(times) | dict.fromkeys(self._apart, 0.0)
         exchanges = [node for node in self._nodes if is_collective(node.target) and takes[node]]
         if exchanges:
-            clock = Clock(contention=self.device.contention, uneven=self.device.uneven)
+            clock = Clock[Node](contention=self.device.contention, uneven=self.device.uneven)
             turns = {node: self._turn(node) if halved else min(self._turn(node), 1) for node in self._nodes}
             before = 0
             for node in sorted(self._nodes, key=turns.__getitem__):
