@@ -15,8 +15,9 @@ from torch.fx import Node
 
 from meshc.cost import roofline
 from meshc.cost.devices import devices_of
-from meshc.cost.links import collective_seconds, copy_seconds
+from meshc.cost.links import copy_seconds
 from meshc.cost.liveness import peak_liveness
+from meshc.cost.stage_clock import node_seconds
 from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
 from meshc.ir.graph import ancestors_of
 from meshc.passes import pipeline
@@ -184,8 +185,7 @@ class _Remembering:
         return [one for one in can.forward if one in chain and one in through and self._seconds(one) > 0]
 
     def _seconds(self, node: Node) -> float:
-        alone = spmd.is_collective(node.target)
-        return collective_seconds(node, self.lowered.mesh, self.device) if alone else roofline.seconds(node, self.device)
+        return node_seconds(node, self.lowered.mesh, self.device)
 
     def _waiting_seconds(self, node: Node, inside: Collection[Node]) -> float:
         """Seconds of compute between a value's last reader in forward and its first in backward."""

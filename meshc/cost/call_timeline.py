@@ -12,6 +12,7 @@ ranks run the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Final
 
 from meshc.cost import peak_memory
@@ -19,7 +20,7 @@ from meshc.cost.devices import Device, Given, RankDevices, devices_of
 from meshc.cost.instruction_clock import InstructionCost, arrival_seconds, early_collectives, play_instructions
 from meshc.cost.links import pair_link, send_seconds
 from meshc.cost.pipeline_costs import costs_of
-from meshc.cost.stage_clock import stage_seconds
+from meshc.cost.stage_clock import run_clock, stage_seconds
 from meshc.ir import spmd
 from meshc.pipelining.events import CallTransfer, StageRun
 from meshc.pipelining.pipeline_stages import Move, Pipeline, stage_name
@@ -76,19 +77,19 @@ def _final_stage_events(program: PlainProgram, rank: int, ready: float, actions:
     stage = program.stages.get(f"after_{rank}")
     if stage is None:
         return
-    began = {event.instruction: event.start_s for event in actions}
-    ran = {event.instruction: event.end_s - event.start_s for event in actions}
+    run = cache(partial(run_clock, mesh=program.mesh, device=device))
+    ran = {event.instruction: event for event in actions}
     within: dict[Action, list[Stage]] = {}
     for start in program.pipeline.starts:
         within.setdefault(start.during, []).append(program.stages[start.stage])
     due: dict[str, float] = {}
     prepared = 0.0
     for action, starts in within.items():
-        if action in began:
-            found = early_collectives(program.stages[stage_name(action)], starts, program.mesh, device)
-            due |= {key: began[action] + one.end_s for one in found for key in one.start.outputs}
-            prepared += sum(stage_seconds(one.graph, program.mesh, device).compute for one in starts)
-            prepared += device.contention * sum(one.overlap_s(ran[action]) for one in found)
+        if (event := ran.get(action)) is not None:
+            found = early_collectives(program.stages[stage_name(action)], starts, run)
+            due |= {key: event.start_s + one.end_s for one in found for key in one.start.outputs}
+            prepared += sum(run(one.graph)[0].compute for one in starts)
+            prepared += device.contention * sum(one.overlap_s(event.end_s - event.start_s) for one in found)
     begin = ready + prepared
     takes = stage_seconds(stage.graph, program.mesh, device, arrival_seconds(stage, due, begin)).total
     yield Event(rank, StageRun(stage.name), ready, begin + takes)

@@ -9,16 +9,17 @@ collectives that start within the run (the device's `contention`). These and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from meshc.cost import peak_memory
 from meshc.cost.devices import Device
-from meshc.cost.stage_clock import Seconds, stage_seconds, stage_times
+from meshc.cost.pipeline_costs import accumulation_s
+from meshc.cost.stage_clock import Clock, Seconds, run_clock, stage_seconds
 from meshc.errors import CompileError
-from meshc.ir.mesh import Mesh
 from meshc.program.accumulate import ACCUMULATES, whole_of
 from meshc.program.program import Instruction, PlainProgram, Stage
 
@@ -36,7 +37,7 @@ def play_instructions(program: PlainProgram, steps: Sequence[Instruction], devic
     """The cost of each instruction of one rank, in order. Messages between stages take a rank no time. Raises CompileError for an
     instruction that the cost model does not know."""
     made = {key: size for stage in program.stages.values() for key, size in peak_memory.output_bytes(stage).items()}
-    known: dict[str, Seconds] = {}
+    run = cache(partial(run_clock, mesh=program.mesh, device=device))
     sums: set[str] = set()
     due: dict[str, float] = {}
     within: dict[str, EarlyCollective] = {}
@@ -48,23 +49,19 @@ def play_instructions(program: PlainProgram, steps: Sequence[Instruction], devic
             if any(key in due for key in stage.inputs):
                 takes = stage_seconds(stage.graph, program.mesh, device, arrival_seconds(stage, due, now))
             else:
-                takes = known[stage.name] if stage.name in known else stage_seconds(stage.graph, program.mesh, device)
-                known[stage.name] = takes
-            within = {one.start.name: one for one in early_collectives(stage, early_starts(program, steps, position), program.mesh, device)}
+                takes = run(stage.graph)[0]
+            within = {one.start.name: one for one in early_collectives(stage, early_starts(program, steps, position), run)}
             due |= {key: now + one.end_s for one in within.values() for key in one.start.outputs}
             ran_s = takes.total
         elif step.op == "start" and stage is not None:
-            alone = stage_seconds(stage.graph, program.mesh, device)
+            alone = run(stage.graph)[0]
             lost = device.contention * within[stage.name].overlap_s(ran_s) if stage.name in within else 0.0
             takes = replace(alone, total=alone.compute + lost)
-        elif step.op in ACCUMULATES:
-            if step.into in sums:  # the first part becomes the sum
-                seconds = device.launch_s + 3 * made[step.value] / device.bytes_per_s
+        elif step.op == "join" or step.op in ACCUMULATES:
+            if step.op == "join" or step.into in sums:  # the first part becomes the sum
+                seconds = accumulation_s(step.op, made[step.value], device)
                 takes = Seconds(seconds, {}, seconds)
             sums.add(step.into)
-        elif step.op == "join":
-            seconds = device.launch_s + 2 * made[step.value] / device.bytes_per_s
-            takes = Seconds(seconds, {}, seconds)
         elif step.op not in ("send", "recv"):
             raise CompileError(f"the cost model does not know the instruction {step.op} of the schedule")
         yield InstructionCost(step, now, takes)
@@ -96,15 +93,18 @@ class EarlyCollective:
         return max(0.0, min(self.end_s, run_s) - self.begin_s)
 
 
-def early_collectives(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device: Device) -> list[EarlyCollective]:
+def early_collectives(
+    stage: Stage, starts: Sequence[Stage], run: Callable[[Graph], tuple[Seconds, Clock[Node]]]
+) -> list[EarlyCollective]:
+    """The collectives of `starts`, which start within a run of `stage`. `run`: the clock after a run of each graph on the rank's device."""
     if not starts:
         return []
-    _, made = stage_times(stage.graph, mesh, device)
+    made = run(stage.graph)[1].made
     whole = {way[1]: made[value] for key, value in stage.results().items() if (way := whole_of(key)) is not None}
     found: list[EarlyCollective] = []
     ready = free = 0.0
     for start in starts:
-        alone = stage_seconds(start.graph, mesh, device)
+        alone = run(start.graph)[0]
         ready = max([ready, *(whole.get(key, 0.0) for key in start.inputs)]) + alone.compute
         begin, free = max(ready, free), max(ready, free) + sum(alone.communication.values())
         found.append(EarlyCollective(start, begin, free))

@@ -31,7 +31,7 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, given:
         if kind in ops:
             device = devices.slowest({pipeline.axis: rank_of(int(number))})
             parts = [(way[0], size) for key, size in output_bytes(stage).items() if (way := whole_of(key)) is not None]
-            taken_in_s = sum(accumulation_s(op, size, pipeline.schedule.microbatches, device) for op, size in parts)
+            taken_in_s = sum(mean_accumulation_s(op, size, pipeline.schedule.microbatches, device) for op, size in parts)
             seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + taken_in_s
     sizes = flow_bytes(stages)
     sends = {}
@@ -41,11 +41,14 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, given:
     return Costs(seconds, sends)
 
 
-def accumulation_s(op: str, size: float, microbatches: int, device: Device) -> float:
-    """Mean seconds per microbatch of adding a part of `size` bytes to its sum, where the first adds nothing; or of joining the part."""
-    if op == "join":
-        return device.launch_s + 2 * size / device.bytes_per_s
-    return (1 - 1 / max(microbatches, 1)) * (device.launch_s + 3 * size / device.bytes_per_s)
+def accumulation_s(op: str, size: float, device: Device) -> float:
+    """Seconds of adding a part of `size` bytes to its sum, or of joining it."""
+    return device.launch_s + (2 if op == "join" else 3) * size / device.bytes_per_s
+
+
+def mean_accumulation_s(op: str, size: float, microbatches: int, device: Device) -> float:
+    """Mean seconds per microbatch of the same; of a sum the first part adds nothing."""
+    return (1.0 if op == "join" else 1 - 1 / max(microbatches, 1)) * accumulation_s(op, size, device)
 
 
 def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:

@@ -80,17 +80,14 @@ class Seconds:
         return max(0.0, self.compute + self.there + sum(self.communication.values()) + self.idle - self.total)
 
 
+def node_seconds(node: Node, mesh: Mesh, device: Device) -> float:
+    """Seconds of one collective or operator with nothing else at work; 0 for a copy to or from the host."""
+    return collective_seconds(node, mesh, device) if spmd.is_collective(node.target) else seconds(node, device)
+
+
 def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> Seconds:
     """Seconds of one run of a stage's per-rank graph. `arriving`: parameters in flight at its start, with seconds until each arrives."""
-    return stage_times(graph, mesh, device, arriving)[0]
-
-
-def stage_times(
-    graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None
-) -> tuple[Seconds, dict[Node, float]]:
-    """The seconds of one run, and the time at which each value is computed; for a collective, at which it is first waited for."""
-    seconds, clock = run_clock(graph, mesh, device, arriving)
-    return seconds, clock.made
+    return run_clock(graph, mesh, device, arriving)[0]
 
 
 def run_clock(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock[Node]]:

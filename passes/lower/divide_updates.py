@@ -19,8 +19,8 @@ from math import prod
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, devices_of
-from meshc.cost.links import collective_seconds, payload
-from meshc.cost.roofline import seconds
+from meshc.cost.links import payload
+from meshc.cost.stage_clock import node_seconds
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh, role
 from meshc.passes.lower.distribute_chains import ChainGroup, DividedChains
@@ -126,11 +126,7 @@ class _Division:
         self.made.sent = was + sum(self._collective_bytes(spared)), now + sum(self._collective_bytes(made.nodes))
 
     def _seconds(self, nodes: Iterable[Node]) -> float:
-        found = 0.0
-        for node in nodes:
-            moves = spmd.is_collective(node.target)
-            found += collective_seconds(node, self.mesh, self.device) if moves else seconds(node, self.device)
-        return found
+        return sum(node_seconds(node, self.mesh, self.device) for node in nodes)
 
     def _collective_bytes(self, nodes: Iterable[Node]) -> Iterator[int]:
         """Bytes that a rank sends, by collective."""

@@ -24,7 +24,7 @@ from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.low_precision_state import WIDENS
-from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.lower.prefetch_windows import window_limit
 from meshc.program import in_flight
 from meshc.program.packing import is_view, may_view
 
@@ -32,8 +32,8 @@ REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
 
 FUSED: Final = frozenset(MANY.values())
 
-PARTS: Final = 2 * WINDOWS
-"""Groups of updates in a stage, at most about: a bucket may be a little smaller than an eighth of all gradients."""
+PARTS: Final = 2
+"""Groups of updates to a window, at most about: a bucket may be a little smaller than an eighth of all gradients."""
 
 
 def move_updates_early(graph: Graph) -> None:
@@ -79,7 +79,7 @@ class UpdatePlaces:
         members with the same earliest place are in one group."""
         at = {member: self.position_of(member) for member in members}
         sizes = {member: local_bytes(record(_gradient(member))) for member in members}
-        enough = min(WINDOW, max(LEAST, sum(sizes.values()) // PARTS)) if limit is None else limit
+        enough = window_limit(sum(sizes.values()), PARTS) if limit is None else limit
         part: list[Node] = []
         for member in sorted(members, key=at.__getitem__):
             if part and at[member] > at[part[-1]] and sum(sizes[one] for one in part) >= enough:

@@ -26,7 +26,7 @@ from meshc.ir.regions import writes
 from meshc.ops.optim import MANY
 from meshc.passes.lower.exposed_copies import exposed_copies_note
 from meshc.passes.lower.order_host_updates import order_host_updates, root, writers
-from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.lower.prefetch_windows import window_limit
 from meshc.passes.phases.lowered_program import LoweredProgram
 
 
@@ -75,8 +75,7 @@ def update_windows(graph: Graph) -> dict[Node, int]:
 
 def update_window_bytes(graph: Graph) -> int:
     """Bytes of host copies in a window of updates."""
-    moved = sum(_host_bytes(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY)
-    return min(WINDOW, max(LEAST, moved // WINDOWS))
+    return window_limit(sum(_host_bytes(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY))
 
 
 def split_into_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
@@ -127,7 +126,7 @@ def _bytes(node: Node) -> int:
 
 
 def _window_limit(fetches: Iterable[Node], phase: str) -> int:
-    return min(WINDOW, max(LEAST, sum(_bytes(node) for node in fetches if record(node).phase == phase) // WINDOWS))
+    return window_limit(sum(_bytes(node) for node in fetches if record(node).phase == phase))
 
 
 def _place_copies_out(graph: Graph) -> None:

@@ -27,9 +27,14 @@ LEAST: Final = 1024 * 1024
 """Smallest window in bytes: a message of this size takes little longer than an empty one."""
 
 
+def window_limit(whole: int, parts: int = 1) -> int:
+    """Bytes of a window where windows have `whole` bytes together, or of one of `parts` of a window."""
+    return min(WINDOW, max(LEAST, whole // (parts * WINDOWS)))
+
+
 def window_bytes(collectives: Iterable[Node]) -> int:
     """Bytes of a window of these gathers, or of a bucket of gradients that are reduced together."""
-    return min(WINDOW, max(LEAST, sum(map(whole_bytes, collectives)) // WINDOWS))
+    return window_limit(sum(map(whole_bytes, collectives)))
 
 
 def prefetch_windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:

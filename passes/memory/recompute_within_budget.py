@@ -21,8 +21,9 @@ from torch.fx import Graph, Node
 
 from meshc.cost import peak_memory
 from meshc.cost.devices import Device, devices_of
-from meshc.cost.links import collective_seconds, copy_seconds
+from meshc.cost.links import copy_seconds
 from meshc.cost.roofline import seconds
+from meshc.cost.stage_clock import node_seconds
 from meshc.ir import calls_of, is_tensor, local_bytes, record, spmd
 from meshc.ir.graph import copy_graph, copy_into
 from meshc.passes.lower.early_updates import move_updates_early
@@ -137,11 +138,10 @@ def recompute_seconds(
     forward's operators."""
     known = each_s or {}
     return {
-        node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target)
-        else known[node] if node in known else seconds(node, device)
+        node: known[node] if node in known and not spmd.is_collective(node.target) else node_seconds(node, lowered.mesh, device)
         for node in can.operands
         if node not in can.learned
-    }  # fmt: skip
+    }
 
 
 def with_copies(

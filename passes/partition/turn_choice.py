@@ -16,9 +16,8 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.cost import roofline as roofline
 from meshc.cost.devices import Device, devices_of
-from meshc.cost.links import collective_seconds
+from meshc.cost.stage_clock import node_seconds
 from meshc.ir import is_getitem, leaves, op_name, records, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
@@ -46,13 +45,7 @@ class TurnPricing:
     device: Device
 
     def seconds(self, instance: Instance, axes: Axes, turns: Turns | None = None) -> float:
-        total = 0.0
-        for node in self.lowered_nodes(instance, axes, turns):
-            if node.op == "call_function" and spmd.is_collective(node.target):
-                total += collective_seconds(node, self.mesh, self.device)
-            else:
-                total += roofline.seconds(node, self.device)
-        return total
+        return sum(node_seconds(node, self.mesh, self.device) for node in self.lowered_nodes(instance, axes, turns))
 
     def lowered_nodes(self, instance: Instance, axes: Axes, turns: Turns | None) -> list[Node]:
         """The nodes of the lowered operator, placeholders of its operands included."""

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from meshc.cost.devices import Device
 from meshc.cost.stage_clock import Clock
-from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.lower.prefetch_windows import window_limit
 from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 from meshc.passes.planner.search_space import Key
 from meshc.program.bucket import ALONE, BUCKET
@@ -126,7 +126,7 @@ def _gather(line: _OverlapTimeline) -> None:
     """Starts gathers a prefetch window ahead of their readings (`lower/prefetch_windows.py`), within a phase. Gathers are not joined into
     windows, since a window may span several layers, and each is to have its part."""
     total, small = (sum(one.size * one.count for one in line.stored if one.size < most) for most in (inf, ALONE))
-    limit = min(WINDOW, max(LEAST, total // WINDOWS))
+    limit = window_limit(int(total))
     ahead: list[_ReshardMessage] = []
     for one in sorted(line.stored, key=lambda one: one.read):
         if ahead and ahead[0].phase != one.phase:

@@ -15,12 +15,11 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.cost.devices import devices_of
-from meshc.cost.links import collective_seconds, link_of, send_seconds
-from meshc.cost.roofline import seconds
+from meshc.cost.links import link_of, send_seconds
+from meshc.cost.stage_clock import node_seconds
 from meshc.ir import is_tensor, local_bytes, record
 from meshc.ir.graph import ancestors_of
 from meshc.ir.mesh import Mesh
-from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.stage_assignment import FORWARD, Half, Kinds
 
@@ -55,10 +54,7 @@ class ForwardingCost:
         assert axis is not None
         self.ranks, self.posting_s = ranks, 2 * device.collective_s
         self.wire = link_of(mesh, [axis.name], device)
-        self.takes = {
-            node: collective_seconds(node, mesh, device) if is_collective(node.target) else seconds(node, device)
-            for node in found.given if node.op == "call_function"
-        }  # fmt: skip
+        self.takes = {node: node_seconds(node, mesh, device) for node in found.given if node.op == "call_function"}
         halves = sorted(set(placed.values()), key=lambda half: (half.op != FORWARD, half.stage))
         self.reads: dict[Half, dict[Node, None]] = {half: {} for half in halves}
         for node, half in placed.items():

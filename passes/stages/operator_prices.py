@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import collective_seconds, link_of, send_seconds
-from meshc.cost.pipeline_costs import accumulation_s
+from meshc.cost.pipeline_costs import mean_accumulation_s
 from meshc.cost.roofline import Price, price
 from meshc.cost.stage_clock import Clock
 from meshc.ir import is_getitem, is_tensor, local_bytes, record, records, value_of
@@ -180,7 +180,7 @@ class Prices:
         for way, term in self.parts:
             if term in self.at:
                 size = local_bytes(record(term)) * (times if self.grown.has(*value_of(term)) else 1.0)
-                found.append((term, accumulation_s(way, size, microbatches, self.device)))
+                found.append((term, mean_accumulation_s(way, size, microbatches, self.device)))
         return found
 
 
