@@ -17,13 +17,16 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from meshc.cost import peak_memory
 from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.ir import spmd
 from meshc.ir.graph import copy_graph
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
+from meshc.passes.lower.early_updates import move_updates_early
+from meshc.passes.lower.schedule_collectives import start_reductions
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays, writes_in_place
-from meshc.program.program import Stage
+from meshc.program.program import Instruction, Stage
 
 
 def share_memory(lowered: LoweredProgram) -> LoweredProgram:
@@ -39,6 +42,19 @@ def share_stage_memory(stage: Stage, has_cache: bool = False) -> Stage:
     for node in stage.graph.nodes:
         set_sharing(node, (OVER_OPERAND,) if node in written else possible_sharing(node))
     return stage
+
+
+def rank_bytes_when_lowered(lowered: LoweredProgram) -> peak_memory.RankBytes:
+    """Predicted bytes of the rank that needs most, for a program of one stage before this room's passes: with reductions and updates where
+    they will be, unless there are microbatches, and with memory shared as it will be."""
+    (stage,) = lowered.stages.values()
+    if lowered.request.train and lowered.request.microbatches == 1:
+        stage = replace(stage, graph=copy_graph(stage.graph))
+        for reduction in (spmd.reduce_scatter, spmd.all_reduce):
+            start_reductions(stage.graph, reduction)
+        move_updates_early(stage.graph)
+    alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
+    return peak_memory.peak_rank(alone.as_program(), possible_sharing)
 
 
 def possible_sharing(node: Node) -> tuple[str, ...]:

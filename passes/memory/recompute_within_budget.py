@@ -19,16 +19,13 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.cost import peak_memory
 from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import copy_seconds
 from meshc.cost.roofline import seconds
 from meshc.cost.stage_clock import node_seconds
 from meshc.ir import calls_of, is_tensor, local_bytes, record, spmd
-from meshc.ir.graph import copy_graph, copy_into
-from meshc.passes.lower.early_updates import move_updates_early
-from meshc.passes.lower.schedule_collectives import start_reductions
-from meshc.passes.lower.share_memory import possible_sharing
+from meshc.ir.graph import copy_into
+from meshc.passes.lower.share_memory import rank_bytes_when_lowered
 from meshc.passes.memory.host_copies import has_known_size, offload_values, roots_of, start_seconds
 from meshc.passes.memory.policies import BY_BUDGET, layer_of
 from meshc.passes.memory.recomputable import Recomputable, recomputable_of_stage
@@ -36,7 +33,6 @@ from meshc.passes.memory.trade import KeptValues, Trade
 from meshc.passes.memory.write_copies import write_copies
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.program.program import Instruction
 
 BY_BUDGET_THERE: Final = "memory budget"
 """Reason of the copies to the host."""
@@ -85,7 +81,7 @@ class _Choice:
         self.trade, room = Trade(can, self.takes), host_budget_of(lowered.request)
         self.elsewhere: HostTrade | None = None
         if room is not None:
-            self.elsewhere = HostTrade(stage.graph, can, self.takes, device, room - _rank_bytes(lowered).host, fixed)
+            self.elsewhere = HostTrade(stage.graph, can, self.takes, device, room - rank_bytes_when_lowered(lowered).host, fixed)
         self.most = self.trade.keep_all.bytes
         self.least = self.trade.keep_least.bytes if self.elsewhere is None else self.elsewhere.least
 
@@ -117,18 +113,7 @@ def host_budget_of(request: Request) -> int | None:
 
 def held_bytes(lowered: LoweredProgram) -> int:
     """Predicted bytes of a rank, before later passes make microbatches and stages, and schedule reductions and updates."""
-    return _rank_bytes(lowered).total
-
-
-def _rank_bytes(lowered: LoweredProgram) -> peak_memory.RankBytes:
-    (stage,) = lowered.stages.values()
-    if lowered.request.train and lowered.request.microbatches == 1:
-        stage = replace(stage, graph=copy_graph(stage.graph))
-        for reduction in (spmd.reduce_scatter, spmd.all_reduce):
-            start_reductions(stage.graph, reduction)
-        move_updates_early(stage.graph)
-    alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
-    return peak_memory.peak_rank(alone.as_program(), possible_sharing)
+    return rank_bytes_when_lowered(lowered).total
 
 
 def recompute_seconds(

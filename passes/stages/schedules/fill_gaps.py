@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.schedule import Action, Message, chain, connect
-from meshc.pipelining.timing import Costs, simulate
+from meshc.pipelining.timing import Costs, ScheduleReplay
 
 _PATIENCE = (0.0, 0.3)
 """A rank waits for its next action rather than begin a W if the wait is shorter than this share of the W's time."""
@@ -29,7 +29,7 @@ def fastest(drawn: Sequence[Sequence[Action]], costs: Costs) -> Sequence[Sequenc
     """The drawn schedule of a chain of stages, or one that is faster under the costs and needs no more memory; ties keep the drawn one."""
     stages = 1 + max(action.stage for actions in drawn for action in actions)
     made = [drawn, *(_GapFiller(drawn, costs, patience).lists() for patience in _PATIENCE)]
-    return min(made, key=lambda lists: round(simulate(connect(lists, chain(stages)), costs).makespan_s, 12))
+    return min(made, key=lambda lists: round(ScheduleReplay(connect(lists, chain(stages))).makespan_s(costs), 12))
 
 
 class _GapFiller:
