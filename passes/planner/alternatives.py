@@ -3,13 +3,13 @@
     up_proj.weight is stored as [ffn/tp, hidden/dp]          chosen
                                 [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...
 
-The planner's cost model prices an alternative with all other decisions fixed; for the cheapest alternatives, the neighbouring decisions are
-then optimized one at a time, in at most ROUNDS rounds.
+The planner's cost model prices an alternative with all other decisions fixed; for the cheapest alternatives, the decisions around are then
+improved one at a time (`descent.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -17,12 +17,12 @@ from typing import Final
 from meshc.cost.divided_work import collapse_layers
 from meshc.ir import op_name, records
 from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup
+from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.search_space import Form, Key, Option
 
 CLOSEST: Final = 6
-"""Alternatives for which neighbouring decisions are optimized."""
-ROUNDS: Final = 2
+"""Alternatives for which the decisions around are improved."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ class Alternatives:
 
     def __init__(self, search: PlanSearch, pick: Pick) -> None:
         self.search, self.pick, self.model = search, pick, search.model
-        self.groups: dict[int, list[ValueGroup]] = defaultdict(list)
-        for group in self.model.groups:
-            for number in dict.fromkeys((group.maker, *(leg.reader for leg in group.legs))):
-                self.groups[number].append(group)
+        self.descent = Descent(search.weighed, search.model.everything)
 
     def taken_option(self, key: Key) -> Option:
         number = self.model.folded.of[key]
@@ -55,55 +52,20 @@ class Alternatives:
     def of(self, key: Key, count: int = 2) -> list[PricedAlternative]:
         """The `count` best alternatives for the decision `key`, the cheapest first."""
         number = self.model.folded.of[key]
-        others = [at for at in range(len(self.model.decision(number).options)) if at != self.pick[number]]
-        closest = sorted(others, key=lambda at: self._extra_seconds(self._with_option(self.pick, number, at)))[:CLOSEST]
-        settled = sorted((self._improve_neighbours(number, at) for at in closest), key=self._extra_seconds)[:count]
+        costs = self.descent.costs(number, self.pick)
+        closest = sorted((at for at in range(len(costs)) if at != self.pick[number]), key=lambda at: float(costs[at]))[:CLOSEST]
+        others = [self.descent.improve((*self.pick[:number], at, *self.pick[number + 1 :]), number) for at in closest]
         return [
             PricedAlternative(
-                self.model.decision(number).options[pick[number]], self._extra_seconds(pick), float(self.search.memory.walk(pick).max()),
-                tuple(self._differing_terms(pick)),
+                self.model.decision(number).options[pick[number]], self.model.seconds(pick) - self.model.seconds(self.pick),
+                float(self.search.memory.walk(pick).max()), tuple(self._differing_terms(pick)),
             )
-            for pick in settled
+            for pick in sorted(others, key=self.model.seconds)[:count]
         ]  # fmt: skip
 
-    def _improve_neighbours(self, number: int, option: int) -> Pick:
-        """The choice with `option` for the class `number`, its neighbours optimized one at a time."""
-        pick = self._with_option(self.pick, number, option)
-        changed = {number}
-        for _ in range(ROUNDS):
-            beside = dict.fromkeys(other for one in sorted(changed) for other in self._neighbours(one) if other != number)
-            before = pick
-            for other in beside:
-                options = range(len(self.model.own[other]))
-                best = min(options, key=lambda at: (self._local_seconds(self._with_option(pick, other, at), other), at != pick[other]))  # noqa: B023
-                if best != pick[other]:
-                    pick = self._with_option(pick, other, best)
-                    changed.add(other)
-            if pick == before:
-                break
-        return pick
-
-    def _neighbours(self, number: int) -> Iterator[int]:
-        for group in self.groups[number]:
-            yield group.maker
-            yield from (leg.reader for leg in group.legs)
-
-    def _with_option(self, pick: Pick, number: int, option: int) -> Pick:
-        return (*pick[:number], option, *pick[number + 1 :])
-
-    def _local_seconds(self, pick: Pick, number: int) -> float:
-        return float(self.model.own[number][pick[number]]) + sum(self.model.reshard_seconds(group, pick) for group in self.groups[number])
-
-    def _extra_seconds(self, pick: Pick) -> float:
-        """Seconds that `pick` costs more than the choice made."""
-        changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
-        own = sum(float(self.model.own[number][pick[number]] - self.model.own[number][self.pick[number]]) for number in changed)
-        return own + sum(
-            self.model.reshard_seconds(group, pick) - self.model.reshard_seconds(group, self.pick) for group in self._groups_of(changed)
-        )
-
     def _groups_of(self, numbers: Iterable[int]) -> list[ValueGroup]:
-        return list({id(group): group for number in numbers for group in self.groups[number]}.values())
+        found = dict.fromkeys(group for number in numbers for group in (*self.descent.makes[number], *self.descent.reads[number]))
+        return [self.model.groups[group] for group in found]
 
     def _differing_terms(self, pick: Pick) -> Iterator[tuple[str, float]]:
         """(term of the cost, extra seconds) of `pick` against the choice made, the largest difference first."""
@@ -116,7 +78,6 @@ class Alternatives:
                 for text, seconds in self._reshard_terms(group, each):
                     differs[text] += sign * seconds  # type: ignore[assignment]
         yield from sorted(((text, more) for text, more in differs.items() if abs(more) > 1e-9), key=lambda one: -abs(one[1]))
-
 
     def _reshard_terms(self, group: ValueGroup, pick: Pick) -> Iterator[tuple[str, float]]:
         """(text, seconds for all values of the group) of each change of sharding under `pick`."""

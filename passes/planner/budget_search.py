@@ -1,18 +1,20 @@
-"""Choices within a memory budget, and a lower bound on their seconds, by Lagrangian prices of a byte at moments of peak memory.
+"""Choices within a memory budget with a lower bound on their seconds, and the fewest bytes of any choice, by Lagrangian prices of a byte.
 
     price of a byte       raised from 0 until the cheapest choice fits, then narrowed between prices that fit and prices that do not
     bound                 of the weighted model, less price * budget; the highest is kept
     options left          those with a bound below the seconds of the best choice that fits
     linear program        over these, with a row for each moment that has a price: its duals give the next bound, its choice is a candidate
+    fewest bytes          the same where seconds are zero, the budget is zero and prices add up to one: the bound is one on peak bytes
 
 The cheapest choice at a price stays somewhat below the budget, or above it. Where several moments exceed the budget, each has a price of
-its own; the prices are those that maximize the cost of the cheapest known choice (Kelley's cutting planes, J. SIAM 8(4), 1960).
+its own; the prices are those that maximize the cost of the cheapest known choice (Kelley's cutting planes, J. SIAM 8(4), 1960; for the
+fewest bytes a matrix game: von Neumann, 1928).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -20,7 +22,6 @@ import numpy as np
 from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.planner.cost_model import CostModel, Pick
 from meshc.passes.planner.dual_ascent import DualAscent
-from meshc.passes.planner.fewest_bytes import FewestBytes
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.linear_program import solve_program
 from meshc.passes.planner.memory_model import MemoryModel
@@ -52,6 +53,13 @@ CROSSINGS: Final = 2
 """Most runs of branch and bound in one search: a third takes as long and has found nothing."""
 ENOUGH: Final = 5e-3
 """Relative gap at which the search ends."""
+UNIT: Final = 1e-12
+"""Seconds per byte of a price in milliseconds per billion bytes: tolerances of solvers are absolute."""
+ROUNDS: Final = 16
+"""Most rounds of prices before each run of branch and bound for the fewest bytes. (Of the row llama-8b, 2x8-a100, of `bench/plan_tables.py`
+16 find 17.3 GB, and 12 find 19.4.)"""
+CLOSE: Final = 1e-3
+"""Relative difference in bytes that is not looked for."""
 
 
 @dataclass
@@ -108,6 +116,11 @@ class BudgetSearch:
         return np.inf if self.fitting_pick is None else self.picks[self.fitting_pick][0]
 
     @property
+    def nearest_picks(self) -> list[Pick]:
+        """Known choices: those that fit, the fastest first, then the others, that of fewest bytes first."""
+        return sorted(self.picks, key=lambda one: (max(self.picks[one][1].max(), self.budget), self.picks[one][0], one))
+
+    @property
     def is_infeasible(self) -> bool:
         """Whether no choice fits: the fewest bytes exceed the budget, or the bound exceeds the cost of the most expensive choice."""
         return self.fewest * (1 - MARGIN) > self.budget or self.bound > self.dearest_s
@@ -135,7 +148,7 @@ class BudgetSearch:
             weighed, [row[keep] for row, keep in zip(left, ascent.keep, strict=True)], ascent
         )
         known = len(self.picks)
-        for pick in decode_choices(ascent, [] if self.fitting_pick is None else [self.fitting_pick]):
+        for pick in decode_choices(ascent, self.nearest_picks[:1]):
             self.note(pick)
         return len(self.picks) > known
 
@@ -155,14 +168,16 @@ class BudgetSearch:
             if not self.bound_at(weights):
                 break
 
-    def dearest_weights(self) -> tuple[list[float], float]:
-        """Prices of the moments that maximize the cost of the cheapest known choice, and that cost in seconds."""
+    def dearest_weights(self, unit: bool = False) -> tuple[list[float], float]:
+        """Prices of the moments that maximize the cost of the cheapest known choice, and that cost in seconds. `unit`: prices that add up
+        to UNIT."""
         rows = [[*((self.budget - walked[self.moments]) * 1e-9), 1.0] for _, walked in self.picks.values()]
         seconds = [1e3 * one for one, _ in self.picks.values()]
         moments = len(self.moments)
-        found = solve_program([*[0.0] * moments, -1.0], rows, seconds, bounds=[*[(0, None)] * moments, (None, None)])
+        total = ([[*[1.0] * moments, 0.0]], [1.0]) if unit else (None, None)
+        found = solve_program([*[0.0] * moments, -1.0], rows, seconds, *total, bounds=[*[(0, None)] * moments, (None, None)])
         assert found is not None, "some choice costs most"
-        return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
+        return [float(one) * UNIT for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
     def solve_programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
         """Solves linear programs over the options of least cost beyond the bound, more of them each time, until one is over all options
@@ -180,7 +195,9 @@ class BudgetSearch:
             bound = relaxed.bound
             self.note(columns.round_shares(relaxed.shares))
             if not relaxed.is_integral and not self.is_near(bound, ENOUGH):
-                least = self._branch_and_bound(columns, relaxed.shares)
+                self.mixed = mixed_options(columns, relaxed.shares, self.mixed)
+                report_progress(f"a plan within {bytes_text(self.budget)}, branch and bound")
+                _, least = self.branch_and_bound(known, self.budget, self.mixed)
                 bound = max(bound, least) if everything else bound
             if everything:
                 self.bound = max(self.bound, min(bound, self.fitting_seconds))
@@ -192,30 +209,59 @@ class BudgetSearch:
             ):
                 return
 
-    def _branch_and_bound(self, columns: ProgramColumns, shares: Sequence[Floats]) -> float:
-        """Adds the best choice of branch and bound over options of least cost, options that relaxations mix, and those of the best known
-        choices. Returns a lower bound if these are all options left, else -inf."""
-        best = sorted(self.picks, key=lambda one: (max(self.picks[one][1].max(), self.budget), self.picks[one][0], one))[:CROSSED]
-        self.mixed = mixed_options(columns, shares, self.mixed)
-        kept = [mine | known for mine, known in zip(self.mixed, options_by_class(best, self.ascent), strict=True)]
-        known = self.fitting_seconds + self.ascent.weighed.budget_charge(self.budget)
-        few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=PAIRS)
+    def branch_and_bound(self, known: float, budget: float, mixed: Sequence[Collection[int]] = ()) -> tuple[bool, float]:
+        """Whether branch and bound finds a new choice within `budget` bytes, over options of least cost and those of the nearest choices
+        and in `mixed`; and a lower bound if these are all options left, else -inf."""
+        kept = options_by_class(self.nearest_picks[:CROSSED], self.ascent)
+        kept = [mine.union(others) for mine, others in zip(kept, mixed, strict=True)] if mixed else kept
+        few, everything = columns_of(self.ascent, known, kept, self.moments, budget, most=PAIRS)
         asked = (*self.moments, len(few.rows), len(few.cost))
         again = asked in self.crossed or len(self.crossed) == CROSSINGS or bool(self.crossed and not everything)
         if again or not self.allowed.spend(few, BRANCHES):
-            return -np.inf
+            return False, -np.inf
         self.crossed.add(asked)
-        report_progress(f"a plan within {bytes_text(self.budget)}, branch and bound")
         pick, least = few.solve_integer(FEW_NODES, ENOUGH)
+        count = len(self.picks)
         if pick is not None:
             self.note(pick)
-        return least if everything and least is not None else -np.inf
+        return len(self.picks) > count, least if everything and least is not None else -np.inf
 
     def _damped_weights(self, weights: Sequence[float]) -> list[float]:
         """Mean of `weights` and the prices of the highest bound: prices of a program over a part of the options overshoot."""
         far = [*weights, *[0.0] * (len(self.moments) - len(weights))]
         near = [*self.weights, *[0.0] * (len(self.moments) - len(self.weights))]
         return [(one + other) / 2 for one, other in zip(far, near, strict=True)]
+
+
+@dataclass(frozen=True)
+class FewestBytes:
+    """`best`: the known choice of fewest peak bytes, `held_bytes`;  `bound`: lower bound on the peak bytes of every choice."""
+
+    best: Pick
+    held_bytes: float
+    bound: float
+
+
+def find_fewest_bytes(model: CostModel, memory: MemoryModel, known: Sequence[Pick], allowed: Allowance | None = None) -> FewestBytes:
+    """Fewest bytes of a choice, from the choices `known`; `allowed`: allowance of branch and bound, which is asked once messages bring no
+    new choice, for one with slightly fewer bytes than the best known."""
+    groups = [replace(group, legs=tuple(replace(leg, price=np.zeros_like(leg.price)) for leg in group.legs)) for group in model.groups]
+    free = replace(model, own=[np.zeros_like(own) for own in model.own], groups=groups)
+    search = BudgetSearch(free, memory, 0.0, DualAscent(Lagrangian(free, memory), free.everything), 0.0, allowed or Allowance())
+    for pick in known:
+        search.note(pick)
+    search.moments = [int(search.picks[search.nearest_picks[0]][1].argmax())]
+    weights, rounds = [UNIT], 0
+    while True:
+        new, rounds = search.bound_at(weights), rounds + 1
+        best = search.nearest_picks[0]
+        held = float(search.picks[best][1].max())
+        close = held * UNIT <= search.bound * (1 + CLOSE)
+        if not close and (not new or rounds % ROUNDS == 0):
+            new, _ = search.branch_and_bound(search.ascent.weighed.seconds(best), held * (1 - CLOSE))
+        if close or not new:
+            return FewestBytes(best, held, search.bound / UNIT)
+        weights, _ = search.dearest_weights(unit=True)
 
 
 def search_within_budget(

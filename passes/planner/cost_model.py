@@ -96,6 +96,11 @@ class CostModel:
     def decision(self, number: int) -> Decision:
         return self.space.decisions[self.folded.members[number][0]]
 
+    @property
+    def everything(self) -> list[Numbers]:
+        """By class: all of its options."""
+        return [np.arange(len(own)) for own in self.own]
+
     def count(self, number: int) -> int:
         """Number of members of a class in the whole model."""
         return sum(self.space.decisions[key].count for key in self.folded.members[number])

@@ -1,8 +1,9 @@
-"""Choice decoded from messages, then improved one class at a time (coordinate descent).
+"""Costs of one class's options given other decisions, and choices decoded from messages or improved a class at a time (coordinate descent).
 
 Classes are decided in graph order, each by its cost given the classes already decided and by messages for the others. Then each class takes
 its best option given all others, until none changes. The cost of a class's options is exact, shared changes of sharding included; where
-memory has a price, a resharded form counts once, for the reader that keeps it alive longest.
+memory has a price, a resharded form counts once, for the reader that keeps it alive longest. Alternatives to a decision
+(`alternatives.py`) and ties (`plan_search.py`) are priced by the same costs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from meshc.passes.planner.cost_model import Leg, Pick
-from meshc.passes.planner.dual_ascent import DualAscent, Side
-from meshc.passes.planner.search_space import Floats
+from meshc.passes.planner.dual_ascent import Edge, Side
+from meshc.passes.planner.lagrangian import Lagrangian
+from meshc.passes.planner.search_space import Floats, Numbers
 
 ROUNDS: Final = 50
 OPEN: Final = -1
@@ -24,21 +26,22 @@ BETTER: Final = 1e-12
 
 
 class Descent:
-    def __init__(self, ascent: DualAscent) -> None:
-        self.ascent, self.left = ascent, ascent.left
-        weighed = ascent.weighed
-        self.plain = [own[row] for own, row in zip(weighed.plain, self.left, strict=True)]
-        self.messages: dict[tuple[int, int], tuple[Side, Side]] = {(e.group, e.leg): (e.maker, e.reader) for e in ascent.edges}
-        groups = weighed.model.groups
-        self.makes: list[list[int]] = [[] for _ in self.left]
-        self.reads: list[dict[int, list[int]]] = [{} for _ in self.left]
-        for number, group in enumerate(groups):
+    """
+    left   by class: options that it may take;  edges  with the messages of undecided classes
+    makes  by class: groups of the values that it makes;  reads  groups of those that it reads, with the legs
+    """
+
+    def __init__(self, weighed: Lagrangian, left: Sequence[Numbers], edges: Iterable[Edge] = ()) -> None:
+        self.left, self.groups, self.price = left, weighed.model.groups, weighed.price
+        self.plain = [own[row] for own, row in zip(weighed.plain, left, strict=True)]
+        self.messages: dict[tuple[int, int], tuple[Side, Side]] = {(e.group, e.leg): (e.maker, e.reader) for e in edges}
+        self.makes: list[list[int]] = [[] for _ in left]
+        self.reads: list[dict[int, list[int]]] = [{} for _ in left]
+        for number, group in enumerate(self.groups):
             self.makes[group.maker].append(number)
             for at, leg in enumerate(group.legs):
                 if leg.reader != group.maker:
                     self.reads[leg.reader].setdefault(number, []).append(at)
-        self.groups = groups
-        self.price = weighed.price
 
     def decide(self) -> Pick:
         pick = [OPEN] * len(self.left)
@@ -46,9 +49,10 @@ class Descent:
             pick[number] = int(self.left[number][self.costs(number, pick).argmin()])
         return tuple(pick)
 
-    def improve(self, start: Sequence[int]) -> Pick:
+    def improve(self, start: Sequence[int], fixed: int | None = None) -> Pick:
+        """The choice `start`, improved; around the class `fixed`, if given, which keeps its option."""
         pick = list(start)
-        waiting = dict.fromkeys(range(len(pick)))
+        waiting = dict.fromkeys(range(len(pick)) if fixed is None else self._neighbours(fixed))
         for _ in range(ROUNDS * len(pick)):
             if not waiting:
                 break
@@ -59,7 +63,7 @@ class Descent:
             now = np.flatnonzero(self.left[number] == pick[number])
             if not len(now) or costs[best] < costs[now[0]] - BETTER:
                 pick[number] = int(self.left[number][best])
-                waiting.update(dict.fromkeys(self._neighbours(number)))
+                waiting.update(dict.fromkeys(other for other in self._neighbours(number) if other != fixed))
         return tuple(pick)
 
     def _neighbours(self, number: int) -> Iterable[int]:
@@ -142,4 +146,3 @@ class Descent:
         if sides is None:
             return np.zeros(1)
         return sides[side].message[sides[side].at]
-

@@ -65,10 +65,6 @@ FEW: Final = 10_000
 MANY: Final = 20_000
 """Most pairs from the first time that these choices stay the same; forty thousand take minutes. It ends at a relative gap of NEAR."""
 NEAR: Final = 1e-3
-GOAL: Final = 1e-2
-"""Relative gap above which branch and bound is run for a bound."""
-BOUNDED: Final = 10_000
-"""Most pairs of forms in that run; more take minutes."""
 MARGIN: Final = 1e-9
 """Relative margin, above the error of sums of floating-point numbers."""
 
@@ -127,7 +123,7 @@ def narrow_options(
 
 def decode_choices(ascent: DualAscent, picks: Iterable[Pick] = ()) -> list[Pick]:
     """The choice decoded from messages, then this choice and `picks` improved by descent."""
-    descent = Descent(ascent)
+    descent = Descent(ascent.weighed, ascent.left, ascent.edges)
     said = descent.decide()
     return [said, *(descent.improve(one) for one in (said, *picks))]
 
@@ -135,25 +131,27 @@ def decode_choices(ascent: DualAscent, picks: Iterable[Pick] = ()) -> list[Pick]
 def close_gap(found: NarrowedModel) -> NarrowedModel:
     """`found` with a smaller gap, by linear programs and branch and bound over the options left. Programs over some pairs guide the
     messages, which rule out more options, until a program is over all pairs left."""
-    weighed, reach, everything, enough, known = found.ascent.weighed, REACH, False, 0, {found.pick: found.seconds}
+    weighed, reach, enough, known = found.ascent.weighed, REACH, 0, {found.pick: found.seconds}
     crossed: list[set[int]] = []
     few = FEW
     for _ in range(LED):
         if found.gap <= CLOSE or enough > MORE:
             break
-        columns, everything = _build_program(found, reach)
+        columns, everything = columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=PAIRS, reach=reach)
         relaxed = columns.solve_relaxation()
         if relaxed is None:
             break  # there is an answer, but no method found it
         found = found.with_choices(_note(known, _improve_choices(found.ascent, [columns.round_shares(relaxed.shares)]), weighed))
+        bound = relaxed.bound if everything else -np.inf
         if not relaxed.is_integral:
             kept = options_by_class(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)
             more = MANY if kept == crossed else few
             if kept != crossed or more > few:
-                found = found.with_choices(_note(known, _branch_among_choices(found, kept, more), weighed))
+                picks, least = _branch_among_choices(found, kept, more)
+                found, bound = found.with_choices(_note(known, picks, weighed)), max(bound, least)
             crossed, few = kept, more
+        found = found.raise_bound(bound)
         if everything:
-            found = found.raise_bound(relaxed.bound)
             break
         ascent = guide_messages(found.ascent, relaxed.charges)
         _sweep_while_rising(ascent, found.seconds)
@@ -162,7 +160,7 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
         reach *= WIDER if rose > GOOD else NARROWER if rose < POOR else 1.0
         found = found.with_messages(ascent) if rose > 0 else found
         enough += found.gap <= ENOUGH
-    return _bound_by_branching(found) if found.gap > GOAL else found
+    return found
 
 
 def _sweep_while_rising(ascent: DualAscent, known: float) -> None:
@@ -182,30 +180,16 @@ def _note(known: dict[Pick, float], picks: Iterable[Pick], weighed: Lagrangian) 
 
 def _improve_choices(ascent: DualAscent, picks: Sequence[Pick]) -> list[Pick]:
     """`picks`, and each of them improved by descent."""
-    descent = Descent(ascent)
+    descent = Descent(ascent.weighed, ascent.left)
     return [*picks, *map(descent.improve, picks)]
 
 
-def _build_program(found: NarrowedModel, reach: float) -> tuple[ProgramColumns, bool]:
-    """Program over the pairs of least cost, and whether these are all that are left."""
-    return columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=PAIRS, reach=reach)
-
-
-def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]], most: int) -> list[Pick]:
-    """The choice, and the same improved, of branch and bound over options `kept` and pairs of least cost; none if it finds none."""
-    few, _ = columns_of(found.ascent, found.seconds, kept, most=most)
-    pick, _ = few.solve_integer(gap=NEAR)
-    return [] if pick is None else _improve_choices(found.ascent, [pick])
-
-
-def _bound_by_branching(found: NarrowedModel) -> NarrowedModel:
-    """`found` with the bound of branch and bound over all pairs left, if not too many."""
-    columns, everything = columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=BOUNDED)
-    if not everything:
-        return found
-    pick, least = columns.solve_integer()
-    seconds = {} if pick is None else {pick: found.ascent.weighed.seconds(pick)}
-    return found.with_choices(seconds).raise_bound(-np.inf if least is None else least)
+def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]], most: int) -> tuple[list[Pick], float]:
+    """The choice, and the same improved, of branch and bound over options `kept` and pairs of least cost, none if it finds none; and a
+    lower bound if these are all pairs left, else -inf."""
+    columns, everything = columns_of(found.ascent, found.seconds, kept, most=most)
+    pick, least = columns.solve_integer(gap=NEAR)
+    return [] if pick is None else _improve_choices(found.ascent, [pick]), least if everything and least is not None else -np.inf
 
 
 def mixed_options(columns: ProgramColumns, shares: Sequence[Floats], kept: Sequence[Collection[int]]) -> list[set[int]]:

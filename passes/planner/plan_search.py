@@ -6,14 +6,12 @@ between these (`relaxation.py`). Within a budget, bytes at moments of peak memor
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final
 
-import numpy as np
 from torch.fx import Node
 
 from meshc.cost.devices import Device
@@ -26,11 +24,11 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, overlap
-from meshc.passes.planner.budget_search import search_within_budget
+from meshc.passes.planner.budget_search import FewestBytes, find_fewest_bytes, search_within_budget
 from meshc.passes.planner.build_space import Base, build_space, searched_axes
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup, build_model
-from meshc.passes.planner.fewest_bytes import FewestBytes, find_fewest_bytes
+from meshc.passes.planner.cost_model import CostModel, Pick, build_model
+from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.fold import DecisionClasses
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
@@ -109,11 +107,8 @@ class PlanSearch:
     def _build(self, space: SearchSpace) -> None:
         self.space = space
         self.folded = fold.fold(self.space, self.near)
-        self.plain = self.model = build_model(self.space, self.folded, self._operators, self._moves)
-        if self._hidden is not None:
-            self.model = overlap.with_hidden_communication(self.plain, self._hidden)
-        self.memory = MemoryModel(self.model, self.placed, self.again)
-        self.everything = [np.arange(len(own)) for own in self.model.own]
+        self.plain = build_model(self.space, self.folded, self._operators, self._moves)
+        self._weigh()
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: NarrowedModel | None = None
         self._fewest: list[FewestBytes] = []
@@ -122,6 +117,12 @@ class PlanSearch:
         """The choice of fewest bytes, where it had to be searched for."""
         self._begun: NarrowedModel | None = None
         """Result for another objective over the same choices."""
+
+    def _weigh(self) -> None:
+        """Sets the objective, and the bytes of its choices."""
+        self.model = self.plain if self._hidden is None else overlap.with_hidden_communication(self.plain, self._hidden)
+        self.memory = MemoryModel(self.model, self.placed, self.again)
+        self.weighed = Lagrangian(self.model, self.memory)
 
     def _refine_options(self, best: Callable[[], Pick]) -> None:
         """Lists the options around the best choice, until the best choice stays the same."""
@@ -169,7 +170,7 @@ class PlanSearch:
         if not self._fewest:
             report_progress("the fewest bytes of a plan")
             with self.allowed.half() as allowed:
-                self._fewest.append(find_fewest_bytes(self.model, self.memory, self.everything, picks, allowed))
+                self._fewest.append(find_fewest_bytes(self.model, self.memory, picks, allowed))
         return self._fewest[0]
 
     def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
@@ -179,9 +180,8 @@ class PlanSearch:
     def with_overlap(self, part: float = overlap.HIDDEN) -> PlanSearch:
         """The same search with hidden communication at `part` of its price, from the result of this search on."""
         other = copy(self)
-        other._hidden, other.model = part, overlap.with_hidden_communication(self.plain, part)
-        other.memory = MemoryModel(other.model, self.placed, self.again)
-        other._begun, other._free = self._free, None
+        other._hidden, other._begun, other._free = part, self._free, None
+        other._weigh()
         return other
 
     def with_equal_layers(self) -> PlanSearch:
@@ -197,7 +197,7 @@ class PlanSearch:
         """The same search, where backward may recompute values."""
         other = copy(self)
         other.again, other.least, other.smallest, other._fewest = True, None, None, []
-        other.memory = MemoryModel(other.model, self.placed, True)
+        other._weigh()
         return other
 
     @property
@@ -225,14 +225,14 @@ class PlanSearch:
         return {key: decision.options[pick[self.folded.of[key]]] for key, decision in self.space.decisions.items()}
 
     def _with_certificate(self, pick: Pick, bound: float, budget: float | None) -> FoundChoice:
-        count, pick = sum(map(len, self.everything)), plainest(self.model, self.memory, pick)
-        certificate = Certificate(self.model.seconds(pick), bound, self.held_bytes(pick), budget, len(self.everything), count, self.some)
+        count, pick = sum(map(len, self.model.own)), plainest(self.weighed, pick)
+        certificate = Certificate(self.model.seconds(pick), bound, self.held_bytes(pick), budget, len(pick), count, self.some)
         options = tuple(self._options(pick).values())
         return FoundChoice(axis_choices(self.placed, self.space, self.folded, pick), certificate, pick, self.plain, options)
 
     def _search_unbounded(self) -> NarrowedModel:
         if self._free is None:
-            self._free = close_gap(narrow_options(Lagrangian(self.model, self.memory), self.everything, self._known, self._begun))
+            self._free = close_gap(narrow_options(self.weighed, self.model.everything, self._known, self._begun))
         return self._free
 
 
@@ -326,36 +326,23 @@ SAME: Final = 1e-9
 """Relative difference of cost that counts as none."""
 
 
-def plainest(model: CostModel, memory: MemoryModel, pick: Pick) -> Pick:
+def plainest(weighed: Lagrangian, pick: Pick) -> Pick:
     """The choice with the plainest storage of no higher cost and no higher peak: of `ffn/dp/tp, _`, `ffn/tp/dp, _` and `ffn/dp, hidden/tp`
     the first."""
-    groups = _groups(model)
-    least, holds = SAME * model.seconds(pick), float(memory.walk(pick).max())
+    model, memory = weighed.model, weighed.memory
+    descent, least, holds = Descent(weighed, model.everything), SAME * model.seconds(pick), float(memory.walk(pick).max())
     for number in range(len(pick)):
         decision = model.decision(number)
         if not isinstance(decision.key, tuple):
             continue
         plain = sorted(range(len(decision.options)), key=lambda option: _order(decision, decision.options[option], model.space.sizes))
-        now = _seconds(model, groups[number], number, pick)
+        seconds = descent.costs(number, pick)
         for option in plain[: plain.index(pick[number])]:
             other = (*pick[:number], option, *pick[number + 1 :])
-            if _seconds(model, groups[number], number, other) <= now + least and float(memory.walk(other).max()) <= holds:
+            if seconds[option] <= seconds[pick[number]] + least and float(memory.walk(other).max()) <= holds:
                 pick = other
                 break
     return pick
-
-
-def _groups(model: CostModel) -> Mapping[int, Sequence[ValueGroup]]:
-    """By class: groups of values that it makes or reads."""
-    found: dict[int, list[ValueGroup]] = defaultdict(list)
-    for group in model.groups:
-        for number in {group.maker, *(leg.reader for leg in group.legs)}:
-            found[number].append(group)
-    return found
-
-
-def _seconds(model: CostModel, groups: Sequence[ValueGroup], number: int, pick: Pick) -> float:
-    return float(model.own[number][pick[number]]) + sum(model.reshard_seconds(group, pick) for group in groups)
 
 
 def _order(decision: Decision, option: Option, sizes: Mapping[str, int]) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from meshc.cost.devices import device
 from meshc.passes.planner import plan_search as searching
-from meshc.passes.planner.fewest_bytes import find_fewest_bytes
+from meshc.passes.planner.budget_search import find_fewest_bytes
 from meshc.passes.planner.plan_search import PlanSearch
 from tests.broad import broad
 from tests.passes.planner.drawn import GIGA, choices, drawn
@@ -18,7 +18,7 @@ from tests.passes.planner.test_solver import everything, fullest
 def test_nothing_holds_less_than_what_is_found(seed: int) -> None:
     model, memory = drawn(seed, classes=4)
     first = tuple(0 for _ in model.own)
-    found = find_fewest_bytes(model, memory, everything(model), [first])
+    found = find_fewest_bytes(model, memory, [first])
     fewest = min(fullest(memory, pick) for pick in choices(model))
     assert found.held_bytes == fullest(memory, found.best) == pytest.approx(fewest, rel=1e-3)
     assert found.bound <= fewest + GIGA * 1e-9
@@ -44,7 +44,7 @@ def test_what_is_named_on_three_axes_is_held_by_a_choice_and_nothing_holds_a_ten
     (free,) = search.find_choices()
     assert search.find_choices(1000.0) == []
     fewest = search.least
-    found = find_fewest_bytes(search.model, search.memory, search.everything, [free.pick])
+    found = find_fewest_bytes(search.model, search.memory, [free.pick])
     assert fewest == search.held_bytes(found.best) < free.certificate.held
     assert 0.9 * fewest < found.bound <= fewest
     assert search.find_choices(0.9 * fewest) == [] and search.least == fewest

@@ -18,6 +18,6 @@ def test_of_storage_that_costs_the_same_the_plainest_is_taken() -> None:
     others = [(*pick[:number], option, *pick[number + 1 :]) for option in range(len(options)) if option != pick[number]]
     equal = [one for one in others if abs(model.seconds(one) - model.seconds(pick)) < 1e-12]
     assert {options[one[number]].axes for one in equal} >= {(("tp", "dp"), ()), ((), ("dp", "tp")), ((), ("tp", "dp"))}
-    assert {plainest(model, search.memory, one) for one in equal} == {pick}
+    assert {plainest(search.weighed, one) for one in equal} == {pick}
     dear = max(others, key=model.seconds)
-    assert model.seconds(plainest(model, search.memory, dear)) <= model.seconds(dear)
+    assert model.seconds(plainest(search.weighed, dear)) <= model.seconds(dear)

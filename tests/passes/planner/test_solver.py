@@ -13,10 +13,9 @@ import pytest
 
 from meshc.cost.devices import device
 from meshc.passes.planner import narrow_options as narrowing
-from meshc.passes.planner.budget_search import search_within_budget
+from meshc.passes.planner.budget_search import find_fewest_bytes, search_within_budget
 from meshc.passes.planner.cost_model import CostModel
 from meshc.passes.planner.dual_ascent import DualAscent
-from meshc.passes.planner.fewest_bytes import find_fewest_bytes
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import close_gap, narrow_options
@@ -102,7 +101,7 @@ def test_what_holds_less_than_the_fewest_bytes_is_asked_of_no_program(monkeypatc
     for seed in range(15):
         model, memory = drawn(seed, classes=4)
         free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
-        known = find_fewest_bytes(model, memory, everything(model), [free.pick])
+        known = find_fewest_bytes(model, memory, [free.pick])
         search_within_budget(model, memory, 0.99 * known.bound, free)
         unknown += len(asked)
         asked.clear()
