@@ -33,17 +33,12 @@ Message: TypeAlias = tuple[str, Axes, float]
 Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 """((axes before, axes after) of each slot that changes, partial axes before, partial axes after)"""
 
-Level: TypeAlias = tuple[int, ...]
-Number: TypeAlias = tuple[Level, int]
-"""Number of a pair of forms: pairs with equal numbers move equally."""
-
 WAYS: Final = 3
 """Most algorithms of a collective."""
-KINDS: Final = 1 << 12
-"""Limit of numbers of changes of one slot, and of partial axes."""
 ROOM: Final = 1 << 62
 """Limit of numbers of pairs of forms."""
-UNKNOWN: Final = -1
+PARTIAL: Final = 1 << 6
+"""Limit of numbers of partial axes."""
 
 
 @dataclass
@@ -59,20 +54,15 @@ class ReshardPrices:
     """By list of steps, message and algorithm: seconds whatever the bytes; `_per_byte`: seconds per byte of the whole value."""
     _per_byte: _MessageRows = field(default_factory=lambda: _MessageRows())
     _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
-    _known: dict[Level, tuple[NDArray[np.int64], Numbers]] = field(default_factory=dict)
-    """By level: sorted numbers of pairs of forms, and the list of steps of each."""
+    _numbers: dict[int, int] = field(default_factory=dict)
+    """Number of a pair of forms, of those with room for all digits -> list of steps."""
     _codes: dict[Axes, int] = field(default_factory=dict)
-    _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
-    """(partial before, partial after) -> number."""
-    _begun: dict[Number, int] = field(default_factory=dict)
+    _partial: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows = (row for count in range(len(self.sizes) + 1) for row in permutations(self.sizes, count))
         self._codes.update({row: at for at, row in enumerate(rows)})
         self._ranks = {row: prod(self.sizes[axis] for axis in row) for row in self._codes}
-        self._changes = np.full(len(self._codes) ** 2, UNKNOWN)
-        """Numbers of changes of a slot, from 1 on in order of first use; 0 is no change."""
-        self._changes[:: len(self._codes) + 1] = 0
 
     def seconds(self, source: Form, target: Form, size: float) -> float:
         """Seconds from `source` to `target`, of a value of `size` bytes if whole."""
@@ -94,49 +84,25 @@ class ReshardPrices:
         before, after = (
             np.array([[self._codes[axes] for axes in form[0]] for form in forms], dtype=np.int64) for forms in (sources, targets)
         )
-        ranks = np.array(list(self._ranks.values()), dtype=np.int64)
-        pairs, slots = _Pairs(len(sources), len(targets), self._begun), before.shape[1]
-        for slot in range(slots):
+        owed, due = (np.array([self._partial.setdefault(form[1], len(self._partial)) for form in forms]) for forms in (sources, targets))
+        pairs, ranks = _PairNumbers(len(sources), len(targets)), np.array(list(self._ranks.values()), dtype=np.int64)
+        stay = np.ones(pairs.of.shape, dtype=np.int64)
+        """Ranks over which unchanged slots split the value."""
+        for slot in range(before.shape[1]):
             one, other = before[:, slot, None], after[None, :, slot]
-            pairs.slot(self._change(one * len(ranks) + other), np.where(one == other, ranks[one], 1), slots - slot)
-        pairs.note(self._partial(sources, targets))
-        _, first, place = np.unique(pairs.tail, return_index=True, return_inverse=True)
-        rows, columns = np.unravel_index(first, pairs.stay.shape)
-        lists = self._step_lists(pairs.level, pairs.tail.ravel()[first], sources, targets, rows, columns)
-        kinds, place = np.unique(place.reshape(pairs.stay.shape) * (pairs.stay.max() + 1) + pairs.stay, return_inverse=True)
-        lists, stay = lists[kinds // (pairs.stay.max() + 1)], kinds % (pairs.stay.max() + 1)
-        lists, each = np.unique(lists, return_inverse=True)
-        latency, per_byte = self._latency.of(lists)[each], self._per_byte.of(lists)[each]
-        return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
-
-    def _partial(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
-        before, after = ({form[1]: at for at, form in enumerate(reversed(forms))} for forms in (sources, targets))
-        found = np.array([[self._owed.setdefault((a, b), len(self._owed)) for b in after] for a in before], dtype=np.int64)
-        rows, columns = ([list(owed).index(form[1]) for form in forms] for owed, forms in ((before, sources), (after, targets)))
-        return found[np.ix_(rows, columns)]
-
-    def _change(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = self._changes[raw]
-        fresh = np.unique(raw[found == UNKNOWN])
-        if len(fresh):
-            self._changes[fresh] = np.arange(len(fresh)) + self._changes.max() + 1
-            found = self._changes[raw]
-        return found
-
-    def _step_lists(
-        self, level: Level, keys: NDArray[np.int64], sources: Sequence[Form], targets: Sequence[Form], rows: Numbers, columns: Numbers
-    ) -> Numbers:  # fmt: skip
-        """List of steps of each pair of forms, by `keys`, the sorted numbers of the pairs: equal numbers, equal steps."""
-        known, lists = self._known.get(level, (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.intp)))
-        place = np.searchsorted(known, keys)
-        fresh = np.flatnonzero(known[np.minimum(place, len(known) - 1)] != keys) if len(known) else np.arange(len(keys))
-        if len(fresh):
-            ends = zip(rows[fresh].tolist(), columns[fresh].tolist(), strict=True)
-            new = [self._step_list(sources[row], targets[column]) for row, column in ends]
-            known, lists = np.insert(known, place[fresh], keys[fresh]), np.insert(lists, place[fresh], new)
-            self._known[level] = known, lists
-            place = np.searchsorted(known, keys)
-        return lists[place]
+            pairs.append(np.where(one == other, 0, one * len(ranks) + other), len(ranks) ** 2)
+            stay *= np.where(one == other, ranks[one], 1)
+        pairs.append(1 + owed[:, None] * PARTIAL + due, 1 + PARTIAL**2)
+        numbers, first, place = np.unique(pairs.of, return_index=True, return_inverse=True)
+        known: dict[int, int] = {} if pairs.renumbered else self._numbers
+        for number, at in zip(numbers.tolist(), first.tolist(), strict=True):
+            if number not in known:
+                row, column = divmod(at, len(targets))
+                known[number] = self._step_list(sources[row], targets[column])
+        lists = np.array([known[number] for number in numbers.tolist()])
+        kinds, place = np.unique(lists[place].reshape(stay.shape) * (stay.max() + 1) + stay, return_inverse=True)
+        lists, stay = kinds // (stay.max() + 1), kinds % (stay.max() + 1)
+        return place.reshape(pairs.of.shape), self._latency.of(lists), self._per_byte.of(lists) / stay[:, None, None]
 
     def _step_list(self, source: Form, target: Form) -> int:
         """Number of the list of steps of a pair of forms."""
@@ -197,36 +163,21 @@ class ReshardPrices:
         return self._prices[message]
 
 
-class _Pairs:
-    """Numbers of pairs of forms: within a level, pairs with equal numbers move equally. `stay`: ranks over which unchanged slots split the
-    value. `begun`: (level, number) -> number that stands for it where there is no room for more digits, for all tables."""
+class _PairNumbers:
+    """Numbers of pairs of forms, from the changes of their slots: pairs with equal numbers move equally. Until there is no room for more
+    digits, unchanged slots are none."""
 
-    def __init__(self, sources: int, targets: int, begun: dict[Number, int]) -> None:
-        self.tail = np.zeros((sources, targets), dtype=np.int64)
-        self.stay = np.ones((sources, targets), dtype=np.int64)
-        self.begun = begun
-        self.level: Level = ()
-        """Slots that were left, each time that there was no room."""
+    def __init__(self, sources: int, targets: int) -> None:
+        self.of = np.zeros((sources, targets), dtype=np.int64)
+        self.renumbered = False
 
-    def slot(self, change: NDArray[np.int64], stays: NDArray[np.int64], left: int) -> None:
-        """Appends the change of a slot, 0 for none. Until there is no room, unchanged slots do not count."""
-        assert change.max() < KINDS
-        self._make_room(KINDS, left)
-        more = self.tail * KINDS + change
-        self.tail = more if self.level else np.where(change == 0, self.tail, more)
-        self.stay = self.stay * stays
-
-    def note(self, what: NDArray[np.int64]) -> None:
-        assert what.max() < KINDS
-        self._make_room(KINDS, 0)
-        self.tail = self.tail * KINDS + what
-
-    def _make_room(self, kinds: int, left: int) -> None:
-        if int(self.tail.max()) < ROOM // kinds:
-            return
-        known, place = np.unique(self.tail, return_inverse=True)
-        names = [self.begun.setdefault((self.level, one), len(self.begun)) for one in known.tolist()]
-        self.tail, self.level = np.array(names)[place].reshape(self.tail.shape), (*self.level, left)
+    def append(self, change: NDArray[np.int64], kinds: int) -> None:
+        """Appends a digit below `kinds`, 0 for no change."""
+        assert int(change.max()) < kinds, "a digit has no more kinds"
+        if int(self.of.max()) >= ROOM // kinds:
+            self.of, self.renumbered = np.unique(self.of, return_inverse=True)[1].reshape(self.of.shape), True
+        more = self.of * kinds + change
+        self.of = more if self.renumbered else np.where(change == 0, self.of, more)
 
 
 def _steps(
