@@ -25,8 +25,17 @@ from meshc.passes.planner.dual_ascent import DualAscent
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.linear_program import solve_program
 from meshc.passes.planner.memory_model import MemoryModel
-from meshc.passes.planner.narrow_options import MARGIN, NarrowedModel, columns_of, decode_choices, mixed_options, options_by_class
-from meshc.passes.planner.relaxation import BRANCHES, Allowance, ProgramColumns
+from meshc.passes.planner.narrow_options import (
+    MARGIN,
+    PAIRS,
+    SWEEPS,
+    NarrowedModel,
+    columns_of,
+    decode_choices,
+    mixed_options,
+    options_by_class,
+)
+from meshc.passes.planner.relaxation import BRANCHES, Allowance
 from meshc.passes.planner.search_space import Floats
 from meshc.report.tables import bytes_text
 
@@ -37,17 +46,15 @@ HIGHEST: Final = 1e-3
 """Highest price, in seconds per byte, that factors of `RISE` lead to: if nothing fits then, no price will do."""
 PRICES: Final = 3
 """Rounds of new prices once a choice fits."""
-SWEEPS: Final = 4
-"""Sweeps at each price."""
-PROGRAMS: Final = (10_000, 10_000, 20_000, 40_000)
-"""Most pairs of forms of each linear program in turn, each at the prices that the one before gave."""
+PROGRAMS: Final = 4
+"""Most linear programs, each at the prices that the one before gave."""
 MORE: Final = 6
 """Further linear programs while nothing fits, each with the moment that exceeded the budget in the one before."""
 FEW_NODES: Final = 20
 """Most nodes of branch and bound."""
 CROSSED: Final = 4
 """Best choices with options open to branch and bound, beside options that relaxations mix."""
-PAIRS: Final = 5_000
+CROSSED_PAIRS: Final = 5_000
 """Most pairs of forms in branch and bound, those of least cost."""
 CROSSINGS: Final = 2
 """Most runs of branch and bound in one search: a third takes as long and has found nothing."""
@@ -79,8 +86,6 @@ class BudgetSearch:
     bound: float
     allowed: Allowance
     moments: list[int] = field(default_factory=list)
-    weights: Sequence[float] = ()
-    """Prices of the highest bound."""
     fewest: float = 0.0
     """Lower bound on the peak bytes of every choice."""
     crossed: set[tuple[int, ...]] = field(default_factory=set)
@@ -141,8 +146,6 @@ class BudgetSearch:
         owed = weighed.budget_charge(self.budget)
         for _ in range(SWEEPS):
             ascent.sweep((self.fitting_seconds + owed) * (1 + MARGIN))
-        if ascent.lower_bound - owed > self.bound:
-            self.weights = list(weights)
         self.bound = max(self.bound, min(ascent.lower_bound - owed, self.fitting_seconds))
         self.ascent = ascent if all(keep.all() for keep in ascent.keep) else DualAscent(
             weighed, [row[keep] for row, keep in zip(left, ascent.keep, strict=True)], ascent
@@ -179,15 +182,15 @@ class BudgetSearch:
         assert found is not None, "some choice costs most"
         return [float(one) * UNIT for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
-    def solve_programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
-        """Solves linear programs over the options of least cost beyond the bound, more of them each time, until one is over all options
-        left or the allowance does not cover the next."""
-        for tried, most in enumerate((*sizes, *sizes[-1:] * MORE)):
-            if self.is_close or (tried >= len(sizes) and self.fitting_seconds < np.inf):
+    def solve_programs(self, count: int = PROGRAMS) -> None:
+        """Solves linear programs over the options of least cost beyond the bound, until one is over all options left or the allowance does
+        not cover the next."""
+        for tried in range(count + MORE):
+            if self.is_close or (tried >= count and self.fitting_seconds < np.inf):
                 return
             moments, known = len(self.moments), self.fitting_seconds + self.ascent.weighed.budget_charge(self.budget)
             fitting = options_by_class([] if self.fitting_pick is None else [self.fitting_pick], self.ascent)
-            columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=most)
+            columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=PAIRS)
             report_progress(f"a plan within {bytes_text(self.budget)}, linear program {tried + 1}")
             relaxed = columns.solve_relaxation() if self.allowed.spend(columns) else None
             if relaxed is None:
@@ -203,7 +206,7 @@ class BudgetSearch:
                 self.bound = max(self.bound, min(bound, self.fitting_seconds))
             if (
                 not self.is_close
-                and not self.bound_at(self._damped_weights(relaxed.weights))
+                and not self.bound_at([*relaxed.weights, *[0.0] * (len(self.moments) - moments)])
                 and everything
                 and len(self.moments) == moments
             ):
@@ -214,7 +217,7 @@ class BudgetSearch:
         and in `mixed`; and a lower bound if these are all options left, else -inf."""
         kept = options_by_class(self.nearest_picks[:CROSSED], self.ascent)
         kept = [mine.union(others) for mine, others in zip(kept, mixed, strict=True)] if mixed else kept
-        few, everything = columns_of(self.ascent, known, kept, self.moments, budget, most=PAIRS)
+        few, everything = columns_of(self.ascent, known, kept, self.moments, budget, most=CROSSED_PAIRS)
         asked = (*self.moments, len(few.rows), len(few.cost))
         again = asked in self.crossed or len(self.crossed) == CROSSINGS or bool(self.crossed and not everything)
         if again or not self.allowed.spend(few, BRANCHES):
@@ -225,12 +228,6 @@ class BudgetSearch:
         if pick is not None:
             self.note(pick)
         return len(self.picks) > count, least if everything and least is not None else -np.inf
-
-    def _damped_weights(self, weights: Sequence[float]) -> list[float]:
-        """Mean of `weights` and the prices of the highest bound: prices of a program over a part of the options overshoot."""
-        far = [*weights, *[0.0] * (len(self.moments) - len(weights))]
-        near = [*self.weights, *[0.0] * (len(self.moments) - len(self.weights))]
-        return [(one + other) / 2 for one, other in zip(far, near, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -287,5 +284,5 @@ def search_within_budget(
     if search.fitting_seconds < np.inf:
         search.narrow_prices()
     if not search.is_infeasible:
-        search.solve_programs(PROGRAMS[:1] if near else PROGRAMS)
+        search.solve_programs(1 if near else PROGRAMS)
     return list(search.picks), search.bound

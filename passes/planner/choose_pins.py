@@ -5,9 +5,8 @@
     model.layers.0.mlp.up_proj/backward/mm  ffn/tp    ...
 
 A line is true if all operators that it matches are decided as it says; it may therefore match operators that need no pin. An operator that
-such a line would change along another axis is then pinned along all axes. Lines are chosen by greedy set cover (Chvatal, Mathematics of
-Operations Research 4(3), 1979). Equal operators of several layers count as one: the number of lines does not grow with the number of
-layers.
+such a line would change along another axis is then pinned along all axes. Lines are chosen by greedy set cover (`cover_patterns.py`). Equal
+operators of several layers count as one: the number of lines does not grow with the number of layers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 
 from torch.fx import Node
 
@@ -24,6 +22,7 @@ from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.operator_names import named_operators
 from meshc.passes.place.resolve_operator_pins import directive_of_pin, token_called
+from meshc.passes.planner.cover_patterns import greedy_cover
 from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
 from meshc.passes.planner.needed_pins import NeededPins
 from meshc.plan.entries import OperatorPin, OperatorSplit
@@ -122,22 +121,8 @@ class _PinCover:
     def lines(self) -> tuple[OperatorPin, ...]:
         left = sum(1 << at for at, kind in enumerate(self.kinds) if kind.needs)
         covers = {line: cover for line, cover in self._candidates() if cover}
-        queue: list[tuple[int, int, str, OperatorPin]] = []
-        for line, cover in covers.items():
-            heappush(queue, (-cover.bit_count(), len(str(line)), str(line), line))
-        taken: list[OperatorPin] = []
-        while left and queue:  # `write_plan.difference` finds what no pin can say (sizes that it may not split so)
-            count, length, text, line = heappop(queue)
-            tells = (covers[line] & left).bit_count()
-            if tells < -count:  # some of its kinds are covered by now
-                heappush(queue, (-tells, length, text, line))
-                continue
-            taken.append(line)
-            left &= ~covers[line]
-        for line in list(taken):
-            others = [covers[other] for other in taken if other is not line]
-            if covers[line] & ~_union(others) == 0:
-                taken.remove(line)
+        # `write_plan.difference` finds what no pin can say (sizes that it may not split so)
+        taken = greedy_cover(covers, left, lambda line: (len(str(line)), str(line)))
         return tuple(sorted(taken, key=lambda line: (covers[line] & -covers[line], str(line))))
 
     def covered_operators(self, lines: Sequence[OperatorPin]) -> Iterator[tuple[int, str, frozenset[str]]]:
@@ -215,10 +200,3 @@ def _patterns(name: str) -> Iterator[str]:
         for rest in dict.fromkeys((f"{phase}/{operator}", f"{phase}/{kind}*", f"*/{kind}*", phase, "")):
             if modules_of or rest:
                 yield f"{modules_of}/{rest}".rstrip("/")
-
-
-def _union(sets: Iterable[int]) -> int:
-    found = 0
-    for one in sets:
-        found |= one
-    return found

@@ -13,34 +13,53 @@ Research 4(3), 1979); of equal ones that with the fewest names beyond the needed
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import translate
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from os.path import commonprefix
+from typing import Any, TypeVar
 
 from meshc.cost.divided_work import collapse_layers
+
+Candidate = TypeVar("Candidate")
+
+
+def greedy_cover(covers: Mapping[Candidate, int], needed: int, rank: Callable[[Candidate], Any]) -> list[Candidate]:
+    """Few candidates that cover `needed`, as far as any do: first that which covers most of what is left, of equal ones the least by
+    `rank`; without those that the others make needless. Sets are integers, bit by bit."""
+    queue = [(-(cover & needed).bit_count(), rank(one), at, one) for at, (one, cover) in enumerate(covers.items()) if cover & needed]
+    heapify(queue)
+    left, taken = needed, list[Candidate]()
+    while left and queue:
+        count, order, at, one = heappop(queue)
+        now = (covers[one] & left).bit_count()
+        if now == -count:
+            taken.append(one)
+            left &= ~covers[one]
+        elif now:  # some of it is covered by now
+            heappush(queue, (-now, order, at, one))
+    for one in list(taken):
+        alone = covers[one] & needed
+        for other in taken:
+            alone &= alone if other is one else ~covers[other]
+        if not alone:
+            taken.remove(one)
+    return taken
 
 
 def cover_patterns(needed: Collection[str], right: Collection[str], names: Sequence[str]) -> list[str]:
     """Patterns that match all `needed` names, and no other of `names` than those in `right`; in the order of the names."""
-    wanted, well = set(needed), {*needed, *right}
-    about: dict[str, frozenset[str]] = {}
-    forms = dict.fromkeys(form for name in names if name in wanted for form in _forms(name, names, well, about))
+    wanted, well = (sum(1 << at for at, name in enumerate(names) if name in some) for some in (set(needed), {*needed, *right}))
+    about: dict[str, int] = {}
+    forms = dict.fromkeys(form for at, name in enumerate(names) if wanted >> at & 1 for form in _forms(name, names, well, about))
     for one in _merged_patterns([*forms]):
         _is_true(one, names, well, about)
-    left, taken = set(wanted), list[str]()
-    while left:
-        best = min(about, key=lambda one: (-len(about[one] & left), len(about[one] - wanted), _wildcards(one), len(one), one))
-        taken.append(best)
-        left -= about[best]
-    for one in list(taken):
-        if wanted <= set().union(*(about[other] for other in taken if other != one)):
-            taken.remove(one)
-    place = {name: at for at, name in enumerate(names)}
-    return sorted(taken, key=lambda one: min(place[name] for name in about[one]))
+    taken = greedy_cover(about, wanted, lambda one: ((about[one] & ~wanted).bit_count(), _wildcards(one), len(one), one))
+    return sorted(taken, key=lambda one: about[one] & -about[one])
 
 
-def _forms(name: str, names: Sequence[str], well: set[str], about: dict[str, frozenset[str]]) -> Iterator[str]:
+def _forms(name: str, names: Sequence[str], well: int, about: dict[str, int]) -> Iterator[str]:
     """The candidate of one name: with a wildcard for its layer number, or the name itself where that matches something wrong."""
     of_layers = collapse_layers(name)
     if of_layers in about or _is_true(of_layers, names, well, about):
@@ -50,11 +69,12 @@ def _forms(name: str, names: Sequence[str], well: set[str], about: dict[str, fro
         yield name
 
 
-def _is_true(pattern: str, names: Sequence[str], well: set[str], about: dict[str, frozenset[str]]) -> bool:
+def _is_true(pattern: str, names: Sequence[str], well: int, about: dict[str, int]) -> bool:
     """Whether `pattern` matches names in `well` only; if so, the matches are recorded in `about`."""
     if pattern not in about:
-        found = frozenset(filter(re.compile(translate(pattern)).match, names))
-        if not found <= well:
+        match = re.compile(translate(pattern)).match
+        found = sum(1 << at for at, name in enumerate(names) if match(name))
+        if found & ~well:
             return False
         about[pattern] = found
     return True

@@ -36,7 +36,8 @@ STALLED: Final = 0.1
 CLOSE: Final = 1e-6
 """Relative gap that counts as none."""
 PAIRS: Final = 10_000
-"""Most pairs of forms in a linear program: those of least cost, or all that are left."""
+"""Most pairs of forms in a linear program, or in branch and bound: those of least cost, or all that are left. (For branch and bound of CLIP
+on three axes twenty thousand found nothing better.)"""
 LED: Final = 16
 """Most linear programs."""
 AFTER: Final = 12
@@ -60,11 +61,6 @@ ENOUGH: Final = 1e-2
 MORE: Final = 1
 CROSSED: Final = 6
 """Best known choices with options open to branch and bound."""
-FEW: Final = 10_000
-"""Most pairs of forms in branch and bound at first."""
-MANY: Final = 20_000
-"""Most pairs from the first time that these choices stay the same; forty thousand take minutes. It ends at a relative gap of NEAR."""
-NEAR: Final = 1e-3
 MARGIN: Final = 1e-9
 """Relative margin, above the error of sums of floating-point numbers."""
 
@@ -133,7 +129,6 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
     messages, which rule out more options, until a program is over all pairs left."""
     weighed, reach, enough, known = found.ascent.weighed, REACH, 0, {found.pick: found.seconds}
     crossed: list[set[int]] = []
-    few = FEW
     for _ in range(LED):
         if found.gap <= CLOSE or enough > MORE:
             break
@@ -145,11 +140,10 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
         bound = relaxed.bound if everything else -np.inf
         if not relaxed.is_integral:
             kept = options_by_class(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)
-            more = MANY if kept == crossed else few
-            if kept != crossed or more > few:
-                picks, least = _branch_among_choices(found, kept, more)
+            if kept != crossed:
+                picks, least = _branch_among_choices(found, kept)
                 found, bound = found.with_choices(_note(known, picks, weighed)), max(bound, least)
-            crossed, few = kept, more
+            crossed = kept
         found = found.raise_bound(bound)
         if everything:
             break
@@ -184,11 +178,11 @@ def _improve_choices(ascent: DualAscent, picks: Sequence[Pick]) -> list[Pick]:
     return [*picks, *map(descent.improve, picks)]
 
 
-def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]], most: int) -> tuple[list[Pick], float]:
+def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]]) -> tuple[list[Pick], float]:
     """The choice, and the same improved, of branch and bound over options `kept` and pairs of least cost, none if it finds none; and a
     lower bound if these are all pairs left, else -inf."""
-    columns, everything = columns_of(found.ascent, found.seconds, kept, most=most)
-    pick, least = columns.solve_integer(gap=NEAR)
+    columns, everything = columns_of(found.ascent, found.seconds, kept, most=PAIRS)
+    pick, least = columns.solve_integer()
     return [] if pick is None else _improve_choices(found.ascent, [pick]), least if everything and least is not None else -np.inf
 
 

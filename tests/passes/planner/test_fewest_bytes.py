@@ -11,7 +11,7 @@ from meshc.passes.planner.plan_search import PlanSearch
 from tests.broad import broad
 from tests.passes.planner.drawn import GIGA, choices, drawn
 from tests.passes.planner.known import two
-from tests.passes.planner.test_solver import everything, fullest
+from tests.passes.planner.test_solver import fullest
 
 
 @pytest.mark.parametrize("seed", [seed if seed < 8 else broad(seed) for seed in range(20)])
