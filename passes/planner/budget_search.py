@@ -63,8 +63,8 @@ ENOUGH: Final = 5e-3
 UNIT: Final = 1e-12
 """Seconds per byte of a price in milliseconds per billion bytes: tolerances of solvers are absolute."""
 ROUNDS: Final = 16
-"""Most rounds of prices before each run of branch and bound for the fewest bytes. (Of the row llama-8b, 2x8-a100, of `bench/plan_tables.py`
-16 find 17.3 GB, and 12 find 19.4.)"""
+"""Most rounds of prices before each run of branch and bound for the fewest bytes. (For Llama 8B on two boxes of eight A100s 16 find
+17.3 GB, and 12 find 19.4.)"""
 CLOSE: Final = 1e-3
 """Relative difference in bytes that is not looked for."""
 

@@ -54,11 +54,26 @@ class OptionRules:
     pinned: tuple[tuple[int, Axes], ...] = ()
 
     def options(self) -> tuple[Option, ...]:
-        found = options(
-            self.sizes, dict(self.legal), dict(self.held), self.deferred, dict(self.mesh),
-            defers=self.defers, ordered=self.ordered, tied=dict(self.tied),
-        )  # fmt: skip
-        return tuple(one for one in found if all(one.axes[label] == axes for label, axes in self.pinned)) or found
+        """All options; those with the axes of `pinned`, if there are any."""
+        mesh, legal, held = dict(self.mesh), dict(self.legal), dict(self.held)
+        order = list(mesh)
+        found: dict[Option, None] = {}
+        for taken in product(*([*legal[axis], *((DEFERRED,) if self.defers else ())] for axis in legal)):
+            axes: dict[int, list[str]] = {label: list(have) for label, have in held.items()}
+            left = list(self.deferred)
+            for axis, label in zip(legal, taken, strict=True):
+                if label == DEFERRED:
+                    left.append(axis)
+                elif label is not None:
+                    axes.setdefault(label, []).append(axis)
+            for label, other in self.tied:
+                if label in axes:
+                    axes[other] = axes[label]
+            if all(fits(self.sizes[label], [mesh[axis] for axis in row]) for label, row in axes.items()):
+                partial = tuple(sorted(left, key=order.index))
+                for row in orders(axes, held, order, self.ordered):
+                    found[Option(tuple(row.get(label, ()) for label in range(len(self.sizes))), partial)] = None
+        return tuple(one for one in found if all(one.axes[label] == axes for label, axes in self.pinned)) or tuple(found)
 
     def options_around(self, bases: Iterable[Option]) -> tuple[Option, ...]:
         """Options that differ from one of the bases along at most TOGETHER axes; all options if there are none."""
@@ -88,38 +103,6 @@ class OptionRules:
             row.sort(key=lambda axis: base.axes[label].index(axis) if axis in base.axes[label] else -1)  # noqa: B023
         held = tuple((label, tuple(row)) for label, row in labels.items())
         return replace(self, legal=tuple(moving.items()), held=held, deferred=tuple(partial))
-
-
-def options(
-    sizes: Sequence[int],
-    legal: Mapping[str, Sequence[int | None]],
-    held: Mapping[int, Axes],
-    deferred: Axes,
-    mesh: Mapping[str, int],
-    *,
-    defers: bool = False,
-    ordered: bool = True,
-    tied: Mapping[int, int] | None = None,
-) -> tuple[Option, ...]:
-    """All options; `OptionRules` describes the parameters."""
-    order = list(mesh)
-    found: dict[Option, None] = {}
-    for taken in product(*([*legal[axis], *((DEFERRED,) if defers else ())] for axis in legal)):
-        axes: dict[int, list[str]] = {label: list(have) for label, have in held.items()}
-        left = list(deferred)
-        for axis, label in zip(legal, taken, strict=True):
-            if label == DEFERRED:
-                left.append(axis)
-            elif label is not None:
-                axes.setdefault(label, []).append(axis)
-        for label, other in (tied or {}).items():
-            if label in axes:
-                axes[other] = axes[label]
-        if all(fits(sizes[label], [mesh[axis] for axis in row]) for label, row in axes.items()):
-            partial = tuple(sorted(left, key=order.index))
-            for row in orders(axes, held, order, ordered):
-                found[Option(tuple(row.get(label, ()) for label in range(len(sizes))), partial)] = None
-    return tuple(found)
 
 
 def fits(size: int, counts: Sequence[int]) -> bool:

@@ -16,15 +16,13 @@ An option that raises the bound above the cost of a known choice is in no better
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshc.passes.planner.cost_model import ValueGroup
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.search_space import Floats, Numbers
-from meshc.passes.planner.unique_numbers import unique_with_inverse
 
 
 @dataclass
@@ -39,12 +37,6 @@ class Side:
     forms: Numbers
     at: Numbers
     message: Floats
-
-    def without_messages(self) -> Side:
-        """A copy with messages of zero."""
-        found = copy(self)
-        found.message = np.zeros(len(self.forms))
-        return found
 
     def __post_init__(self) -> None:
         self.order = np.argsort(self.at, kind="stable")
@@ -101,11 +93,6 @@ class DualAscent:
         self.common: dict[int, SharedChanges] = {}
         for number, group in enumerate(weighed.model.groups):
             self._add_edges(number, group)
-        self._index_edges()
-        if start is not None:
-            self._resume(start)
-
-    def _index_edges(self) -> None:
         self.late: dict[int, dict[int, Edge]] = {number: {} for number in self.common}
         self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
         for edge in self.edges:
@@ -116,33 +103,17 @@ class DualAscent:
         ]
         self.least = np.array([own.min() for own in self.own])
         self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
-
-    def without_messages(self) -> DualAscent:
-        """A copy with messages of zero."""
-        found = copy(self)
-        found.common = {
-            number: SharedChanges({phase: np.zeros_like(taken) for phase, taken in common.taken.items()}, common.lasting)
-            for number, common in self.common.items()
-        }
-        found.edges = []
-        for edge in self.edges:
-            one = replace(edge, maker=edge.maker.without_messages(), reader=edge.reader.without_messages())
-            if edge.share is not None:
-                taken = found.common[edge.group].taken
-                one.share, one.mine = np.zeros_like(edge.share), taken[edge.phase]
-                one.others = [other for phase, other in taken.items() if phase != edge.phase] if edge.others else ()
-            found.edges.append(one)
-        found._index_edges()
-        return found
+        if start is not None:
+            self._resume(start)
 
     # ------------------------------------------------------------------------------------------------------------------------- set up
 
     def _add_edges(self, number: int, group: ValueGroup) -> None:
         legs = [(at, leg) for at, leg in enumerate(group.legs) if leg.reader != group.maker]
-        given, given_at = unique_with_inverse(group.given[self.left[group.maker]])
+        given, given_at = np.unique(group.given[self.left[group.maker]], return_inverse=True)
         edges: list[Edge] = []
         for at, leg in legs:
-            wanted, wanted_at = unique_with_inverse(leg.forms[self.left[leg.reader]])
+            wanted, wanted_at = np.unique(leg.forms[self.left[leg.reader]], return_inverse=True)
             price = self.weighed.price[number][at][np.ix_(given, wanted)]
             more = self.weighed.extra[number][at]
             extra = None if more is None else more[np.ix_(given, wanted)]

@@ -26,7 +26,6 @@ from meshc.passes.planner.dual_ascent import DualAscent, Edge
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.relaxation import SHARE, Charges, ProgramColumns
 from meshc.passes.planner.search_space import Floats, Numbers
-from meshc.passes.planner.unique_numbers import membership_mask
 
 ROUNDS: Final = 12
 SWEEPS: Final = 4
@@ -203,22 +202,17 @@ def columns_of(
     all_of_them = int((each <= limit).sum()) <= most
     if not all_of_them:
         limit = float(np.partition(each, most)[most])
-    groups, own = ascent.weighed.model.groups, ascent.weighed.own
-    chosen = [
-        membership_mask(len(costs), np.array(sorted(of_class), dtype=np.intp))[row]
-        for costs, row, of_class in zip(own, ascent.left, kept, strict=True)
-    ]  # fmt: skip
+    groups = ascent.weighed.model.groups
+    chosen = [np.isin(row, [*of_class]) for row, of_class in zip(ascent.left, kept, strict=True)]
     whole = [row[of_class] for row, of_class in zip(ascent.left, chosen, strict=True)]
     left = [row[of_class | (costs <= limit)] for row, of_class, costs in zip(ascent.left, chosen, ascent.beyond(), strict=True)]
     pairs: dict[tuple[int, int], NDArray[np.bool_]] = {}
     for edge in ascent.edges:
         group = groups[edge.group]
-        ends = ((edge.maker, group.given, len(group.lies)), (edge.reader, group.legs[edge.leg].forms, len(group.wants)))
+        ends = ((edge.maker, group.given), (edge.reader, group.legs[edge.leg].forms))
         allowed = beyond[edge.group, edge.leg] <= limit
-        allowed[np.ix_(*(membership_mask(count, forms[whole[side.number]])[side.forms] for side, forms, count in ends))] = True
-        pairs[edge.group, edge.leg] = allowed[
-            np.ix_(*(membership_mask(count, forms[left[side.number]])[side.forms] for side, forms, count in ends))
-        ]
+        allowed[np.ix_(*(np.isin(side.forms, forms[whole[side.number]]) for side, forms in ends))] = True
+        pairs[edge.group, edge.leg] = allowed[np.ix_(*(np.isin(side.forms, forms[left[side.number]]) for side, forms in ends))]
     near = {} if all_of_them or reach == np.inf else charges(ascent)
     far = reach * max(limit, SHORTEST * (known - ascent.lower_bound))
     return ProgramColumns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget, near, far), all_of_them
@@ -251,7 +245,7 @@ def charges(ascent: DualAscent) -> dict[tuple[int, int], Charges]:
 
 def guide_messages(ascent: DualAscent, said: Mapping[tuple[int, int], Charges]) -> DualAscent:
     """Messages over the options of an ascent, from the charges of a linear program over some of them, by group and leg."""
-    found = ascent.without_messages()
+    found = DualAscent(ascent.weighed, ascent.left)
     for edge, was in zip(found.edges, ascent.edges, strict=True):
         _charge(found, edge, was, said.get((edge.group, edge.leg)))
     for edge, was in zip(found.edges, ascent.edges, strict=True):

@@ -26,7 +26,6 @@ from meshc.passes.planner.cost_model import CostModel, Leg, Pick, ValueGroup
 from meshc.passes.planner.linear_program import UnsolvedProgram, solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.search_space import Floats, Numbers
-from meshc.passes.planner.unique_numbers import unique_with_inverse
 
 if TYPE_CHECKING:
     from scipy import optimize, sparse
@@ -205,7 +204,7 @@ class ProgramColumns:
 
     def _forms(self, number: int, forms: Numbers) -> tuple[Numbers, Numbers]:
         """Distinct forms that a class's options give or want, in order, and by option the index of its form."""
-        return unique_with_inverse(forms[self.left[number]])
+        return np.unique(forms[self.left[number]], return_inverse=True)
 
     def _group(self, number: int, group: ValueGroup) -> None:
         lies = self._forms(group.maker, group.given)

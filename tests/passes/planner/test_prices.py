@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -16,7 +17,7 @@ from meshc.passes.place.factorize import factorize
 from meshc.passes.planner import fold
 from meshc.passes.planner.build_space import build_space, searched_axes
 from meshc.passes.planner.cost_model import build_model
-from meshc.passes.planner.decision_options import options
+from meshc.passes.planner.decision_options import OptionRules
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.reshard_prices import ReshardPrices
@@ -51,10 +52,11 @@ def test_what_two_axes_store_in_one_dim_takes_one_collective() -> None:
 
 
 def test_storage_may_lie_in_one_dim_by_both_axes_in_either_order() -> None:
-    legal = {"dp": [None, 0, 1], "tp": [None, 0, 1]}
-    stored = {one.axes for one in options((4096, 4096), legal, {}, (), SIZES, ordered=False)}
+    legal = ("dp", (None, 0, 1)), ("tp", (None, 0, 1))
+    possible = OptionRules((4096, 4096), legal, (), (), tuple(SIZES.items()), ordered=False)
+    stored = {one.axes for one in possible.options()}
     assert {(("dp", "tp"), ()), (("tp", "dp"), ()), (("dp",), ("tp",))} <= stored
-    computed = {one.axes for one in options((4096, 4096), legal, {}, (), SIZES)}
+    computed = {one.axes for one in replace(possible, ordered=True).options()}
     assert (("tp", "dp"), ()) not in computed
 
 
@@ -107,7 +109,8 @@ def test_a_product_with_a_bias_is_priced_as_it_will_be_written(bias: tuple[int, 
     instance = factors.instances[node]
     operators = OperatorPrices(factors, Mesh("dp=8,tp=8"), SIZES, H100)
     labels: dict[object, int] = {token: at for at, token in enumerate(instance.size)}
-    every = options(tuple(instance.size.values()), {axis: [None, *labels.values()] for axis in SIZES}, {}, (), SIZES)
+    legal = tuple((axis, (None, *labels.values())) for axis in SIZES)
+    every = OptionRules(tuple(instance.size.values()), legal, (), (), tuple(SIZES.items())).options()
     written = [operators._lower(instance, {token: one.axes[labels[token]] for token in instance.size}) for one in every]
     assert len(every) == 16
     assert operators.seconds(node, labels, every).tolist() == pytest.approx(written, rel=1e-12)
