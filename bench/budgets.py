@@ -33,7 +33,7 @@ from meshc.api.planning import Planner, PlanResult  # noqa: E402
 from meshc.cost import peak_memory  # noqa: E402
 from meshc.cost.devices import device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
-from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
+from meshc.passes.driver.search_errors import NothingFits  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "bench" / "results" / "budgets.json"

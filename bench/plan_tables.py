@@ -48,7 +48,7 @@ import meshc  # noqa: E402
 from meshc.api.planning import Planner, PlanResult  # noqa: E402
 from meshc.cost.devices import Device, Link, device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
-from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
+from meshc.passes.driver.search_errors import NothingFits  # noqa: E402
 from meshc.plan.combinations import combinations  # noqa: E402
 from meshc.plan.plan import Plan  # noqa: E402
 from meshc.plan.plan_candidate import PlanCandidate  # noqa: E402

@@ -12,13 +12,15 @@ import torch
 from meshc.api.compile_arguments import CompileArguments
 from meshc.cost.candidate_price import price_candidate
 from meshc.cost.devices import Device, assume_device
+from meshc.cost.peak_memory import peak_rank
+from meshc.cost.program_clock import program_seconds
 from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.options import Options
 from meshc.passes.driver import compile_program as driver
-from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.search_errors import NothingFits
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan import Plan
 from meshc.plan.plan_candidate import PlanCandidate
@@ -70,7 +72,8 @@ class Planner:
                 return PlanResult(mesh, refused=error.in_context(lambda: self._trying(device)))
             except (CompileError, PlanError, ScheduleError) as error:
                 return PlanResult(mesh, refused=error)
-            weighed = left.weighed or (price_candidate(PlanCandidate("as given", str(left.plan)), program)[0],)
+            given = PlanCandidate("as given", str(left.plan))
+            weighed = left.weighed or (price_candidate(given, program, program_seconds(program), peak_rank(program)),)
             holds, budget = int(weighed[0].holds or 0), options.budget
             if budget is not None and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"

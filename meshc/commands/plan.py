@@ -20,8 +20,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.ir.quantities import read_bytes
 from meshc.options import Options
-from meshc.passes.driver.no_faster_plan import NoFasterPlan
-from meshc.passes.driver.nothing_fits import NothingFits, rank_multiple, rounded_size_text
+from meshc.passes.driver.search_errors import NoFasterPlan, NothingFits, rank_multiple, rounded_size_text
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
 from meshc.report.plan_ranking import EstimatedPlan, RankedPlan, estimated_plans, expected_text, ideal_seconds, rank_plans, text
@@ -174,14 +173,17 @@ def _nothing(looked: list[MeshCandidate], budget: int, ranks: int) -> PlanError:
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         return PlanError(f"{many} a plan; of {closest.mesh}:\n{lines}")
     held = f"; the least that one was found to hold is {rounded_size_text(least)} a rank, on {closest.mesh}"
-    parts, cheapest = (error.parts, error.cheapest) if isinstance(error, NothingFits) else ("", "")
+    parts, changes, plan = "", [], ""
+    if isinstance(error, NothingFits) and (refused := error.refused) is not None:
+        parts, changes, plan = refused.parts, refused.change_texts(error.found)[:1], refused.plan_text(error.found)
     advice = [
-        *([cheapest] if cheapest else []), f"--memory {rounded_size_text(least)}, where a device has that",
+        *changes, f"--memory {rounded_size_text(least)}, where a device has that",
         f"about {rank_multiple(budget, least) * ranks} devices, if they split what is held", "smaller inputs, or checkpointed layers",
     ]  # fmt: skip
     lines = "".join(f"\n  {line}" for line in ([parts] if parts else []))
     return PlanError(
-        f"{many} a plan that fits {rounded_size_text(budget)}{held}{':' if parts else ''}{lines}\n  what to do: {'; or '.join(advice)}"
+        f"{many} a plan that fits {rounded_size_text(budget)}{held}{':' if parts else ''}{lines}\n"
+        f"  what to do: {'; or '.join(advice)}{plan}"
     )
 
 

@@ -1,46 +1,49 @@
-"""Changes of a request that keep a memory budget which the request exceeds, each compiled and timed.
+"""Changes of a request that need fewer bytes: one table, for the search within a budget and for refusals, which compile and time each.
 
     16.8 GB held of 6.0   chunk lm_head: 8             5.6 GB held     12 ms more a call
                           TrainStep(microbatches=4)    5.9 GB          31 ms more
                           offload state               16.4 GB          does not do
 
-Each change goes through all passes from the plan on; its bytes are by liveness, its seconds by the clock. Changes are tried first with what
-the closest program has: its recompute policy, a pipeline's schedule and number of microbatches, a search's choices. Those that seem to fit
-are compiled once more as the user would compile them. Where no single change fits, those that save most are combined.
+Changes that a request leaves to the compiler are tried by `within_budget.py` before it is refused; the others are named by the refusal.
+Each goes through all passes from the plan on; its bytes are by liveness, its seconds by the clock. For a refusal changes are tried first
+with what the closest program has: its recompute policy, a pipeline's schedule and number of microbatches, a search's plan. Those that seem
+to fit are compiled once more as the user would compile them, with the plan that was found. Where no single change fits, those that save
+most are combined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from math import ceil, prod
-from typing import Final, TypeAlias
+from typing import Final
 
 from meshc.cost import peak_memory
 from meshc.cost.program_clock import program_seconds
 from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.phases.compiler_pass import Hook, report_progress
+from meshc.passes.driver.chunk_counts import SOME
+from meshc.passes.driver.measured_program import Lower, measure, stages_that_need_least
+from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.stages import schedules
-from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.passes.stages.attempt import Refusal
 from meshc.plan.entries import STORES
 from meshc.plan.offload_lines import PARAMS, STATE
 from meshc.plan.plan import Plan
-from meshc.plan.recipes import PlanLike, resolve
+from meshc.plan.recipes import resolve
 
-CHUNKS: Final = 8
 WIDEST: Final = "layer"
 """The named policy that recomputes most, a layer at a time."""
 LEAST: Final = "1f1b"
 """The schedule of a pipeline with the fewest microbatches in flight, for whole backwards."""
-
-Lower: TypeAlias = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
+HEAD: Final = "HEAD"
+NEAR: Final = 1.15
+"""How many times the budget a change may hold with the closest program's recompute, to be compiled as the user would compile it."""
 
 
 @dataclass(frozen=True)
@@ -62,37 +65,23 @@ class TriedChange:
         return f"{self.said}: {self.holds:,} bytes, {longer}"
 
 
-def _same_plan(plan: Plan) -> Plan:
-    return plan
-
-
 @dataclass(frozen=True)
 class RequestChange:
     """`said`: what the user writes, with HEAD in place of the head's module; `asks`: changed options and fields of the request, by name;
-    `writes`: returns the changed plan; `stores`: whether an axis gets another store clause."""
+    `writes`: returns the changed plan; None: the plan as it is."""
 
     said: str
     asks: Mapping[str, object] = field(default_factory=dict)
-    writes: Callable[[Plan], Plan] = _same_plan
-    stores: bool = False
+    writes: Callable[[Plan], Plan] | None = None
 
-    def of(self, request: Request, plan: Plan) -> Request:
-        return request.having(plan=self.writes(plan), **self.asks)
+    def of(self, request: Request) -> Request:
+        changed = request if self.writes is None else replace(request, plan=self.writes(resolve(request.plan, request.mesh)))
+        return changed.having(**self.asks)
 
     def and_also(self, other: RequestChange) -> RequestChange:
-        said, asks = f"{self.said} and {other.said}", {**self.asks, **other.asks}
-        return RequestChange(said, asks, lambda plan: other.writes(self.writes(plan)), self.stores or other.stores)
-
-    def text(self, plan: Plan, head: str) -> str:
-        """The changed plan as the user writes it."""
-        return "\n".join([str(self.writes(plan)), *([f"chunk {head}: {self.asks['chunks']}"] if "chunks" in self.asks else [])])
-
-
-HEAD: Final = "HEAD"
-NEAR: Final = 1.15
-"""How many times the budget a change may hold with the closest program's recompute, to be compiled as the user would compile it."""
-AGAIN: Final = 1
-"""Changes of a searched plan for which the search runs once more, at most."""
+        one, two = self.writes, other.writes
+        writes = (lambda plan: two(one(plan))) if one is not None and two is not None else one or two
+        return RequestChange(f"{self.said} and {other.said}", {**self.asks, **other.asks}, writes)
 
 
 @dataclass(frozen=True)
@@ -106,10 +95,11 @@ class FittingChanges:
 @dataclass(frozen=True)
 class ChangeTrials:
     """
-    asked   the model under the user's own request;  left  its program that holds least
+    asked   the model under the user's own request; of a searched plan, with the plan of `left`
+    left    its program that holds least
     budget  bytes of a rank
     lower   all passes after `factorize`;  within  likewise, with as much recomputed as keeps the budget, as for the user
-    axes    axes that were searched: with any, only AGAIN of the changes that seem to fit are compiled as for the user
+    searched  whether the plan was searched
     """
 
     asked: PlacedModel
@@ -117,72 +107,62 @@ class ChangeTrials:
     budget: int
     lower: Lower
     within: Lower
-    axes: Collection[str] = ()
+    searched: bool = False
 
     def find_changes(self) -> FittingChanges:
         closest = replace(self.asked, request=_closest_request(self.left))
-        some = [change for change in changes(self.left, self.asked.request, self.budget) if not (self.axes and change.stores)]
-        looked = self._try_all(some, closest)
+        looked = self._try_all(changes(self.left, self.asked.request, self.budget, not self.searched), closest, self.lower)
         if not any(found.holds <= self.budget for _, found in looked):
             held = peak_memory.peak_rank(self.left.as_program()).total
             saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
             looked += self._try_together([change for change, _ in saving], closest)
         near = [each for each in looked if each[1].holds <= NEAR * self.budget]
-        if self._differs():
-            near = list(self._try_as_requested(sorted(near, key=lambda each: each[1].more_s)))
+        if self.asked.request.options.remat is None or self.left.pipeline is not None:  # the closest program has another request
+            cheapest = [change for change, _ in sorted(near, key=lambda each: each[1].more_s)]
+            near = self._try_all(cheapest, self.asked, self.within, one=self.left.pipeline is not None)  # stages are searched for each
         fits = sorted((found for _, found in near if found.holds <= self.budget), key=lambda one: one.more_s)
         less = [found for _, found in (*looked, *near) if found.holds > self.budget]
         return FittingChanges(fits, None if fits else min(less, key=lambda one: one.holds, default=None))
 
-    def _differs(self) -> bool:
-        """Whether the closest program was compiled under another request than the user's own."""
-        return bool(self.axes) or self.asked.request.options.remat is None or self.asked.mesh.pipeline_axis is not None
-
-    def _try_as_requested(self, near: Sequence[tuple[RequestChange, TriedChange]]) -> Iterator[tuple[RequestChange, TriedChange]]:
-        for change, _ in near[:AGAIN] if self.axes else near:
-            found = self._try_change(change, self.asked, self.asked.request.plan, self.within)
-            if found is not None:
-                yield change, found
-                if found.holds <= self.budget and (self.axes or self.left.pipeline is not None):
-                    return  # the search runs again for each, which takes long
-
-    def _try_all(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
-        """The results of `some` under the closest program's request; impossible ones are left out."""
-        return [(change, found) for change in some if (found := self._try_change(change, closest, self.left.plan, self.lower)) is not None]
-
-    def _try_together(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
-        """The two changes that save most as one; if that does not fit, all of them as one."""
+    def _try_all(
+        self, some: Iterable[RequestChange], placed: PlacedModel, lower: Lower, one: bool = False
+    ) -> list[tuple[RequestChange, TriedChange]]:
+        """The results of `some` under the request of `placed`, up to the first that fits if `one` will do; impossible ones are left out."""
         found: list[tuple[RequestChange, TriedChange]] = []
-        for count in dict.fromkeys((2, len(some))) if len(some) > 1 else ():
-            found += self._try_all([reduce(RequestChange.and_also, some[:count])], closest)
-            if found and found[-1][1].holds <= self.budget:
+        for change in some:
+            tried = self._try_change(change, placed, lower)
+            found += [] if tried is None else [(change, tried)]
+            if one and tried is not None and tried.holds <= self.budget:
                 break
         return found
 
-    def _try_change(self, change: RequestChange, placed: PlacedModel, plan: PlanLike, lower: Lower) -> TriedChange | None:
-        request = change.of(placed.request, resolve(plan, placed.mesh))
+    def _try_together(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
+        """The two changes that save most as one; if that does not fit, all of them as one."""
+        together = [reduce(RequestChange.and_also, some[:count]) for count in dict.fromkeys((2, len(some))) if len(some) > 1]
+        return self._try_all(together, closest, self.lower, one=True)
+
+    def _try_change(self, change: RequestChange, placed: PlacedModel, lower: Lower) -> TriedChange | None:
+        request = change.of(placed.request)
         report_progress(f"the budget is too small; whether this would do: {change.said.replace(HEAD, 'the head')}")
         try:
-            found = attempt(lambda: lower(placed.restart_for_request(request), None))
+            found = measure(placed.restart_for_request(request), lower)
         except Unequal:
             return None
-        if isinstance(found, Refusal):
-            if not isinstance(found.error, DoesNotFit) or (cut := found.error.need.cut) is None:
-                return None
-            holds, found = found.error.need.most.total, cut
-        else:
-            holds = peak_memory.peak_rank(found.as_program()).total
-        head = "" if found.placed.chunked is None else records(found.placed.chunked.product)[0].source.module
+        measured = stages_that_need_least(found) if isinstance(found, Refusal) else found
+        if measured is None:
+            return None
+        chunked = measured.left.placed.chunked
+        head = "" if chunked is None else records(chunked.product)[0].source.module
         if HEAD in change.said and not head:
             return None  # there is no head, or it runs whole
-        asks = {name: asked for name, asked in change.asks.items() if name != "chunks"}
-        text = change.text(resolve(plan, placed.mesh), head)
-        return TriedChange(change.said.replace(HEAD, head), holds, _seconds(found) - self._base_s, text, asks)
+        asks = dict(change.asks)
+        plan = "\n".join([str(resolve(request.plan, placed.mesh)), *([f"chunk {head}: {asks.pop('chunks')}"] if "chunks" in asks else [])])
+        return TriedChange(change.said.replace(HEAD, head), measured.held_bytes, measured.seconds - self._base_s, plan, asks)
 
     @cached_property
     def _base_s(self) -> float:
         """Seconds of a call of the refused program."""
-        return _seconds(self.left)
+        return program_seconds(self.left.as_program()).total
 
 
 def _closest_request(left: LoweredProgram) -> Request:
@@ -196,26 +176,18 @@ def _closest_request(left: LoweredProgram) -> Request:
     return request if named else request.having(schedule=pipeline.schedule.name)
 
 
-def _seconds(left: LoweredProgram) -> float:
-    program = left.as_program()
-    return program_seconds(program).total
-
-
 # ------------------------------------------------------------------------------------------------------------------------- the changes
 
 
-def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[RequestChange]:
-    """Changes that the request does not contain yet. `left`: the program that holds too much, compiled for `asked`."""
+def changes(left: LoweredProgram, asked: Request, budget: int, stores: bool) -> Iterator[RequestChange]:
+    """Changes that the request does not contain yet. `left`: the program that holds too much, compiled for `asked`; `stores`: whether its
+    axes may get other store clauses."""
     request, plan = left.request, left.plan
-    if request.optimizer is not None and any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs):
-        if not any(line.what == STATE for line in plan.offloads):
-            yield _offload_change(STATE)
-    if request.optimizer is not None and not any(line.what == PARAMS for line in plan.offloads):
-        yield _offload_change(PARAMS)
-    if request.train:
+    yield from offload_changes(left)
+    if request.train and stores:
         yield from _store_changes(left)
     if request.train and request.chunks is None and not plan.chunks:
-        yield RequestChange(f"`chunk {HEAD}: {CHUNKS}` in the plan", {"chunks": CHUNKS})
+        yield chunk_change(SOME)
     if request.grad and request.options.remat not in (None, WIDEST):
         yield RequestChange(f"Options(remat={WIDEST!r})", {"remat": WIDEST})
     count = _microbatch_count(left, budget)
@@ -225,8 +197,22 @@ def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[Reque
         yield from _pipeline_changes(asked, budget)
 
 
-def _offload_change(what: str) -> RequestChange:
-    return RequestChange(f"`offload {what}` in the plan", writes=lambda plan: Plan(f"{plan}\noffload {what}"))
+def offload_changes(left: LoweredProgram) -> Iterator[RequestChange]:
+    """State, then parameters, on the host, where the plan does not say so."""
+    if left.request.optimizer is None:
+        return
+    state = any(port.kind == "state" and port.shape and port.storage == "device" for port in left.inputs)
+    for what, there in ((STATE, state), (PARAMS, True)):
+        if there and not any(line.what == what for line in left.plan.offloads):
+            yield RequestChange(f"`offload {what}` in the plan", writes=partial(_add_line, f"offload {what}"))
+
+
+def _add_line(line: str, plan: Plan) -> Plan:
+    return Plan(f"{plan}\n{line}")
+
+
+def chunk_change(count: int) -> RequestChange:
+    return RequestChange(f"`chunk {HEAD}: {count}` in the plan", {"chunks": count})
 
 
 def _pipeline_changes(asked: Request, budget: int) -> Iterator[RequestChange]:
@@ -250,7 +236,7 @@ def _store_changes(left: LoweredProgram) -> Iterator[RequestChange]:
     if could:
         lines = " and ".join(f"`{entry}`" for entry in could.values())
         stored = lambda plan: plan.having([could.get(entry.axis, entry) for entry in plan.axes])  # noqa: E731
-        yield RequestChange(f"{lines} in the plan", writes=stored, stores=True)
+        yield RequestChange(f"{lines} in the plan", writes=stored)
 
 
 def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
@@ -264,7 +250,7 @@ def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
     least = max(2 * request.count, ceil(request.count * (holds.peak.total - holds.peak.gradients) / over))
     ranks = prod(axis.size for axis in left.mesh.axes if role(axis.name) in DATA_ROLES)
     more = [count for count in microbatch_counts(left.placed) if count >= 2 * request.count]
-    even = [count for count in more if not any(rows % (count * ranks) for rows in _rows(left.placed))]
+    even = [count for count in more if not any(rows % (count * ranks) for rows in batch_sizes(left.placed))]
     return next((count for count in even if count >= least), even[-1] if even else next_divisor(left.placed, least))
 
 
@@ -275,9 +261,10 @@ def next_divisor(placed: PlacedModel, least: int) -> int | None:
 
 def microbatch_counts(placed: PlacedModel) -> list[int]:
     """Numbers of microbatches that divide the batch."""
-    rows = _rows(placed)
+    rows = batch_sizes(placed)
     return [count for count in range(2, min(rows, default=0) + 1) if not any(size % count for size in rows)]
 
 
-def _rows(placed: PlacedModel) -> set[int]:
+def batch_sizes(placed: PlacedModel) -> set[int]:
+    """Rows of the batch, by each factor of that name."""
     return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}

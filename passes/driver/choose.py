@@ -16,7 +16,7 @@ leaves nothing open: the search runs once more with the memory that recompute le
 time that recompute takes.
 
 Where a plan on another mesh is known, and even the bound with most overlap is above its seconds, no candidate is compiled
-(`no_faster_plan.py`).
+(`search_errors.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from meshc.frontend.faults import phase as part
 from meshc.passes import pipeline
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import budget_errors, no_faster_plan
-from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
-from meshc.passes.driver.no_faster_plan import NoFasterPlan
+from meshc.passes.driver.judge import TOO_LARGE, Judge
+from meshc.passes.driver.measured_program import Lower
 from meshc.passes.driver.pipeline_search import SLOWER, may_recompute
 from meshc.passes.driver.priced_recipes import PricedRecipe, price_recipes, propagate_recipes, recipes_for, with_plan
+from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_MODEL, NoFasterPlan
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.choices import AxisChoices
@@ -76,12 +76,12 @@ ENOUGH: Final = "as many choices as may be have been through all passes"
 SAME: Final = "does what was found does"
 
 
-def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> LoweredProgram:
+def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, lower_once: Lower) -> LoweredProgram:
     """The program of the best candidate.
 
-    `plain`: all passes after `factorize`, without the search for a budget. `allowed`: the allowance that is left of a search that found
-    nothing, for the search of a change of its request. Raises NothingFits, with the fewest bytes found, if no candidate keeps the budget;
-    NoFasterPlan if a known plan is faster; the first candidate's error if no candidate can be compiled.
+    `lower_once`: all passes after `factorize`, without the search for a budget, for the changes of a refusal. Raises NothingFits, with the
+    fewest bytes found, if no candidate keeps the budget; NoFasterPlan if a known plan is faster; the first candidate's error if none can be
+    compiled.
     """
     known = placed.request.searched
     if known is not None:
@@ -90,22 +90,19 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
         report_progress(f"a plan for {', '.join(axes)}")
-        search = PlanSearch(run_pass(pipeline.PLACE[0], placed), devices_of(placed.mesh).slowest(), axes, allowed=allowed or Allowance())
+        search = PlanSearch(run_pass(pipeline.PLACE[0], placed), devices_of(placed.mesh).slowest(), axes, allowed=Allowance())
         _refuse_slower(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _CandidateSearch(placed, axes, judge, search, solved_s=time.process_time() - start)
-        ways = finding.find, finding.find_with_recompute, finding.try_recipes
-        for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_with_recompute):
-            if allowed is None or judge.best is None:  # one program that fits shows that a change helps; recipes find it soonest
-                way()
+        finding.find()
+        finding.find_with_recompute()
+        finding.try_recipes()
         finding.try_smallest()
     taken = judge.best
     if taken is None:
-        raise budget_errors.no_plan_error(
-            judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed)
-        )
-    taken.heard.replay(hook)
-    left = restore_request(taken.lowered, placed, axes).with_notes(finding.note(taken.weighed))
+        raise judge.refusal(axes, finding.least(), lower_once)
+    taken.program.heard.replay(hook)
+    left = restore_request(taken.program.left, placed, axes).with_notes(finding.note(taken.weighed))
     left = replace(left, weighed=tuple(judge.table()))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + finding.solved_s
     seconds = {"solve": finding.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
@@ -119,8 +116,8 @@ def _refuse_slower(placed: PlacedModel, search: PlanSearch) -> None:
         return
     least_s = float(search.with_overlap(0.0).least_s)
     least_s /= pipeline_axis.size if pipeline_axis is not None else 1
-    if least_s > beaten_s * (1 + no_faster_plan.MARGIN):
-        raise NoFasterPlan(least_s, beaten_s, no_faster_plan.BY_MODEL)
+    if least_s > beaten_s * (1 + BEATEN_MARGIN):
+        raise NoFasterPlan(least_s, beaten_s, BY_MODEL)
 
 
 @dataclass
@@ -203,21 +200,7 @@ class _CandidateSearch:
                 some = self._find_choices(counts, near, within)
                 continue
             for found in some[:BEST]:
-                if (near, found.options) in self.picks:
-                    return
-                self.picks[near, found.options] = False
-                weighed = _candidate(name, self.placed, found)
-                if judge.is_beaten(weighed):
-                    return
-                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: another choice has about the same ratio
-                    judge.drop(weighed, SLOWER)
-                    return
-                if not self.search.allowed.take_candidate():
-                    judge.drop(weighed, ENOUGH)
-                    return
-                placed = with_plan_text(self.placed, self.axes, found.choices)
-                holds = judge.weigh(_candidate(name, placed, found), placed, near)
-                self.picks[near, found.options] = holds is not None
+                holds = self._weigh_choice(name, found, near)
                 if holds is None or judge.budget is None or holds <= judge.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -228,6 +211,27 @@ class _CandidateSearch:
             if within <= too_little:
                 return
             some = self._find_choices(counts, near, within)
+
+    def _weigh_choice(self, name: str, found: FoundChoice, near: bool) -> int | None:
+        """Compiles a choice. Returns the bytes of the rank that needs most; None if the choice is known, too slow, one too many, or
+        impossible."""
+        judge = self.judge
+        if (near, found.options) in self.picks:
+            return None
+        self.picks[near, found.options] = False
+        weighed = _candidate(name, self.placed, found)
+        if judge.is_beaten(weighed):
+            return None
+        if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: another choice has about the same ratio
+            judge.drop(weighed, SLOWER)
+            return None
+        if not self.search.allowed.take_candidate():
+            judge.drop(weighed, ENOUGH)
+            return None
+        placed = with_plan_text(self.placed, self.axes, found.choices)
+        holds = judge.weigh(_candidate(name, placed, found), placed, near)
+        self.picks[near, found.options] = holds is not None
+        return holds
 
     def _find_choices(self, counts: float, near: bool, within: float | None) -> list[FoundChoice]:
         """Choices of one objective that hold at most `within` bytes by the model, the fastest estimate first."""
@@ -248,25 +252,12 @@ class _CandidateSearch:
             start = time.process_time()
             some = sorted(search.find_choices(within), key=_estimated_seconds)
             self.solved_s += time.process_time() - start
-            holds = [self._judge_with_recompute(found) for found in some[:BEST]]
+            new = [found for found in some[:BEST] if (False, found.options) not in self.picks]
+            holds = [self._weigh_choice(AGAIN, found, near=True) for found in new]
             most = min((one for one in holds if one is not None), default=None)
             if most is None or most <= budget:
                 return
             within *= budget / most
-
-    def _judge_with_recompute(self, found: FoundChoice) -> int | None:
-        weighed = _candidate(AGAIN, self.placed, found)
-        known = (False, found.options) in self.picks or (True, found.options) in self.picks
-        if known or self.judge.is_too_slow(weighed, self.judge.last_ratio(), 0.0):
-            return None
-        self.picks[True, found.options] = False
-        if not self.search.allowed.take_candidate():
-            self.judge.drop(weighed, ENOUGH)
-            return None
-        placed = with_plan_text(self.placed, self.axes, found.choices)
-        holds = self.judge.weigh(_candidate(AGAIN, placed, found), placed)
-        self.picks[True, found.options] = holds is not None
-        return holds
 
     @property
     def _judged_options(self) -> set[tuple[Option, ...]]:

@@ -25,9 +25,9 @@ from meshc.passes.pipeline import GROW
 from meshc.passes.place.batch import WrongJoinDim
 
 if TYPE_CHECKING:
-    from meshc.passes.driver import nothing_fits
+    from meshc.passes.driver import search_errors
 else:
-    nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
+    search_errors = LazyModule("meshc.passes.driver.search_errors")
 
 Answer = TypeVar("Answer")
 
@@ -69,7 +69,7 @@ def run_at_depth(compiled: Callable[[CompilationPhase, Hook | None], Answer], re
             return compiled(wider, report)
     except Unequal as difference:
         outset = outset.with_notes(whole_note(difference))
-    except (nothing_fits.NothingFits, WrongJoinDim):
+    except (search_errors.NothingFits, WrongJoinDim):
         raise
     except MeshcError:
         if whole:

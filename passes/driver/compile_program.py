@@ -41,15 +41,14 @@ from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed_operators import refusal, spelling
 
 if TYPE_CHECKING:
-    from meshc.passes.driver import budget_errors, choose, nothing_fits, pass_replay, pipeline_search, within_budget
+    from meshc.passes.driver import choose, pass_replay, pipeline_search, search_errors, within_budget
     from meshc.passes.lower import specialise
     from meshc.passes.stages import pipeline_memory, write_chunks
 else:  # imported for programs with a choice, a budget or stages, and for errors
-    budget_errors = LazyModule("meshc.passes.driver.budget_errors")
     choose = LazyModule("meshc.passes.driver.choose")
-    nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
     pass_replay = LazyModule("meshc.passes.driver.pass_replay")
     pipeline_search = LazyModule("meshc.passes.driver.pipeline_search")
+    search_errors = LazyModule("meshc.passes.driver.search_errors")
     within_budget = LazyModule("meshc.passes.driver.within_budget")
     specialise = LazyModule("meshc.passes.lower.specialise")
     pipeline_memory = LazyModule("meshc.passes.stages.pipeline_memory")
@@ -81,7 +80,7 @@ def _compile_trace(
 ) -> tuple[PlainProgram, LoweredProgram]:
     try:
         return _compile_factors(update_and_factorize(traced, hook), hook, following)
-    except nothing_fits.NothingFits as error:
+    except search_errors.NothingFits as error:
         raise error.with_changes_tried() from None
 
 
@@ -175,14 +174,15 @@ def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgr
     """The program by the request's plan; of a pipeline or with open axes, the best that a search finds."""
     request = _settle_microbatches(placed.request)
     placed = placed.with_request(request) if request is not placed.request else placed
+    lower_once = partial(_lower_or_unchunk, begun=PassMemo(REFUSED))
     if open_axes(placed.plan):
-        return choose.choose(placed, _within_budget, hook, _lower_or_unchunk)
+        return choose.choose(placed, _within_budget, hook, lower_once)
     try:
         left = _within_budget(placed, hook)
     except pipeline_memory.DoesNotFit as error:
-        raise budget_errors.no_stages_error(placed, error, _lower_or_unchunk) from None
+        raise search_errors.no_stages_fit(placed, error, lower_once) from None
     if left.request.options.budget is not None:
-        budget_errors.refuse_over_budget(placed, left, partial(_lower_or_unchunk, begun=PassMemo(REFUSED)))
+        search_errors.refuse_over_budget(placed, left, lower_once)
     return left
 
 
@@ -195,10 +195,9 @@ def _settle_microbatches(request: Request) -> Request:
 
 def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """The program within the budget, if there is one; alike for a search and for its result as a plan, so that both give one program."""
-    again = placed.request.options.budget is not None
-    if not again and placed.mesh.device_type != "cuda":  # no bound
+    if placed.request.options.budget is None:
         return _lower_or_unchunk(placed, hook)
-    return within_budget.lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()) if again else _lower_or_unchunk)
+    return within_budget.lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()))
 
 
 def _lower_or_unchunk(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None = None) -> LoweredProgram:

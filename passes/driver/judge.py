@@ -7,14 +7,13 @@
     ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
     ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
 
-Candidates that are estimated to be slower than a known plan are not compiled (`no_faster_plan.py`). `choose.py` supplies the candidates.
+Candidates that are estimated to be slower than a known plan are not compiled (`search_errors.py`). `choose.py` supplies the candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from typing import Final
 
@@ -22,16 +21,13 @@ from meshc.cost.candidate_price import price_candidate
 from meshc.cost.peak_memory import RankBytes
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import no_faster_plan
-from meshc.passes.driver.no_faster_plan import NoFasterPlan
-from meshc.passes.driver.nothing_fits import ChangeTrial, nothing_fits
-from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.driver.measured_program import Lower, MeasuredProgram, measure
 from meshc.passes.driver.pipeline_search import SLOWER
-from meshc.passes.phases.compiler_pass import Hook, report_progress
-from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_ESTIMATE, BY_STAGES, NoFasterPlan, lower_stages, no_plan_fits
+from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.pipeline_memory import DoesNotFit, may_hold
+from meshc.passes.stages.attempt import Refusal
+from meshc.passes.stages.pipeline_memory import DoesNotFit, least_need, may_hold
 from meshc.plan.plan_candidate import PlanCandidate
 
 TOO_LARGE: Final = "more than a rank may hold"
@@ -39,20 +35,13 @@ FAR: Final = 0.15
 """How far the estimate of the first answer must exceed a known plan's seconds for other objectives to be skipped."""
 UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(debugging=Debugging(depth="whole")) takes them one by one'
 
-Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
-
 
 @dataclass(frozen=True)
 class Candidate:
     """A plan with its compiled program."""
 
     weighed: PlanCandidate
-    lowered: LoweredProgram
-    heard: PassHistory
-
-    @property
-    def seconds(self) -> float:
-        return self.weighed.seconds or 0.0
+    program: MeasuredProgram
 
 
 @dataclass
@@ -78,7 +67,7 @@ class Judge:
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
     slower: list[PlanCandidate] = field(default_factory=list)
-    closest: LoweredProgram | None = None
+    closest: MeasuredProgram | None = None
 
     def __post_init__(self) -> None:
         request = self.placed.request
@@ -91,7 +80,7 @@ class Judge:
 
     def is_beaten(self, weighed: PlanCandidate) -> bool:
         """Whether the known plan is faster than the candidate's estimate by more than MARGIN; then the candidate is recorded as slower."""
-        known_s = None if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
+        known_s = None if self.known_s is None else self.known_s * (1 + BEATEN_MARGIN)
         if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
             return False
         self.slower.append(replace(weighed, dropped=SLOWER))
@@ -108,8 +97,8 @@ class Judge:
     def is_too_slow(self, weighed: PlanCandidate, ratio: float, margin: float) -> bool:
         """Whether the candidate, at `ratio` seconds per estimated second, is slower than the best one by more than `margin`, or than the
         known plan by more than estimates are off."""
-        best_s = inf if self.best is None else self.best.seconds * (1 + margin)
-        known_s = inf if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
+        best_s = inf if self.best is None else self.best.program.seconds * (1 + margin)
+        known_s = inf if self.known_s is None else self.known_s * (1 + BEATEN_MARGIN)
         return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, known_s)
 
     def last_ratio(self) -> float:
@@ -127,7 +116,7 @@ class Judge:
         unless layers were constrained to decide alike (`near`)."""
         report_progress(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
         try:
-            found = attempt(partial(self._candidate, weighed, placed))
+            found = self._candidate(weighed, placed)
         except Unequal as unequal:
             if not near:
                 raise
@@ -143,19 +132,19 @@ class Judge:
             self.refused.append(found.error)
             self.drop(weighed, str(found))
             return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
-        candidate, most = found
-        if self.closest is None or most.total < min(one.total for _, one in self.lowered):
-            self.closest = candidate.lowered
-        self.lowered.append((candidate.weighed, most))
-        if self._keeps_budget(most) and (self.best is None or candidate.seconds < self.best.seconds):
-            self.best = candidate
-        return most.total
+        program = found.program
+        if self.closest is None or program.held_bytes < self.closest.held_bytes:
+            self.closest = program
+        self.lowered.append((found.weighed, program.most))
+        if self._keeps_budget(program.most) and (self.best is None or program.seconds < self.best.program.seconds):
+            self.best = found
+        return program.held_bytes
 
-    def _candidate(self, weighed: PlanCandidate, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
-        heard = PassHistory()
-        lowered = self.lower(placed, heard.hook)
-        weighed, most = price_candidate(weighed, lowered.as_program())
-        return Candidate(weighed, lowered, heard), most
+    def _candidate(self, weighed: PlanCandidate, placed: PlacedModel) -> Candidate | Refusal:
+        found = measure(placed, self.lower)
+        if isinstance(found, Refusal):
+            return found
+        return Candidate(price_candidate(weighed, found.left.as_program(), found.took, found.most), found)
 
     def _keeps_budget(self, most: RankBytes) -> bool:
         budget = may_hold(self.placed.request, most.rank)
@@ -167,23 +156,24 @@ class Judge:
         """Whether the program of a candidate with one of these names keeps the budget."""
         return any(self._keeps_budget(most) for one, most in self.lowered if one.name in names)
 
-    def refusal(
-        self, axes: tuple[str, ...], least: float | None, values: Sequence[str] = (), trying: ChangeTrial | None = None
-    ) -> MeshcError:
-        """The error if there is no plan. `least`: the fewest bytes that any found choice holds by the model; `values`: lines about the
-        largest values of the program that holds least."""
+    def refusal(self, axes: tuple[str, ...], least: float | None, lower: Lower) -> MeshcError:
+        """The error if there is no plan. `least`: the fewest bytes that any found choice holds by the model; `lower`: all passes after
+        `factorize`, for changes."""
         if self.unequal is not None:
             return self.unequal
         if self.slower:
             return self._slower_error()
-        needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
-        if self.refused and not needs:
+        closest = self.closest
+        needs = [one.need for one in self.refused if isinstance(one, DoesNotFit)]
+        if needs and (closest is None or least_need(needs).most.total < closest.held_bytes):
+            closest = lower_stages(least_need(needs))
+        if closest is None and self.refused:
             return self.refused[0]
-        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()), values, trying)
+        return no_plan_fits(self.placed, axes, self.budget or 0, least, [*self.table()], closest, lower)
 
     def _slower_error(self) -> NoFasterPlan:
         least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio
-        return NoFasterPlan(float(least_s), self.known_s or 0.0, no_faster_plan.BY_STAGES if self.apart else no_faster_plan.BY_ESTIMATE)
+        return NoFasterPlan(float(least_s), self.known_s or 0.0, BY_STAGES if self.apart else BY_ESTIMATE)
 
     def table(self) -> Iterator[PlanCandidate]:
         """The candidate that is taken, then those with a program, then those without."""

@@ -32,12 +32,14 @@ from meshc.frontend.faults import phase as part
 from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes import pipeline
-from meshc.passes.driver.no_faster_plan import BY_STAGES, NoFasterPlan
+from meshc.passes.driver.budget_changes import WIDEST, batch_sizes
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.recomputed_stages import StageRecomputation
-from meshc.passes.driver.within_budget import BY_LAST, LAST
+from meshc.passes.driver.search_errors import BY_STAGES, NoFasterPlan
+from meshc.passes.driver.within_budget import BY_WIDEST, ROUNDS
+from meshc.passes.memory.recompute import settled_values
+from meshc.passes.memory.stage_trades import StageTrades
 from meshc.passes.pass_runner import run_pass, run_passes
-from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.compiler_pass import Hook, Pass
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
@@ -116,7 +118,7 @@ def _search_by_policy(placed: PlacedModel, hook: Hook | None, need: MemoryNeed) 
     """The last attempt: the search under a recompute policy, which may lead to other cuts. Raises DoesNotFit."""
     request = placed.request
     try:
-        return search_pipeline(placed.restart_for_request(request.having(remat=LAST)), hook).with_notes(BY_LAST)
+        return search_pipeline(placed.restart_for_request(request.having(remat=WIDEST)), hook).with_notes(BY_WIDEST)
     except DoesNotFit as error:
         if request.double:  # this program is compared with the model, and runs on no rank
             return search_pipeline(placed.restart_for_request(request.having(memory_budget=None)), hook)
@@ -129,12 +131,8 @@ def _counts(placed: PlacedModel) -> list[int]:
     assert axis is not None
     if request.microbatches is not None:
         return [request.microbatches]
-    sizes = _batches(placed)
+    sizes = batch_sizes(placed)
     return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
-
-
-def _batches(placed: PlacedModel) -> set[int]:
-    return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
 
 
 def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
@@ -146,7 +144,7 @@ def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
     launched_s = sum(one.launch_s for one in prices)
     work_s = axis.size * (sum(one.seconds() for one in prices) - launched_s) / len(placed.mesh.ranks)
     split = prod(one.size for one in placed.mesh.axes if role(one.name) in DATA_ROLES)
-    rows = max(1, min(_batches(placed), default=1) // split)  # of a rank: further microbatches would hold padding
+    rows = max(1, min(batch_sizes(placed), default=1) // split)  # of a rank: further microbatches would hold padding
     return min((n for n in counts if n > 1), key=lambda n: (n + axis.size - 1) * (work_s / min(n, rows) + launched_s))
 
 
@@ -166,27 +164,6 @@ class FittingCandidate:
 
 
 PipelineAnswer: TypeAlias = FittingCandidate | Refusal | None
-
-
-@dataclass(frozen=True)
-class CountEstimate:
-    """Estimated candidates of a number of microbatches that has not been lowered. `shapes`: None if nothing is known of them."""
-
-    gathered: bool
-    shapes: PipelineShapes | Refusal | None
-
-    @property
-    def least(self) -> float:
-        return self.shapes.can[0][1] if isinstance(self.shapes, PipelineShapes) else 0.0
-
-    def candidates(self, count: int) -> Iterator[PipelineCandidate]:
-        if isinstance(self.shapes, Refusal):
-            yield PipelineCandidate(count, self.gathered, dropped=str(self.shapes))
-            return
-        assert self.shapes is not None
-        yield from refused_candidates(self.shapes, count, self.gathered)
-        for shape, seconds in self.shapes.can:
-            yield estimated_candidate(count, self.gathered, shape, seconds)
 
 
 def estimated_candidate(count: int, once: bool, shape: PipelineShape, seconds: float) -> PipelineCandidate:
@@ -227,29 +204,37 @@ class PipelineSearch:
         while left and not self._is_one():
             if by is not self._lowered:
                 by, estimates = self._lowered, self._estimates(sorted(left))
-            count = min(left, key=lambda each: (estimates[each].least, each))
+            count = min(left, key=lambda each: (_least_seconds(estimates[each]), each))
             best = min((answer.seconds for answer in answers.values() if isinstance(answer, FittingCandidate)), default=self.beaten_s)
-            if estimates[count].least > best * (1 + MARGIN):
+            if _least_seconds(estimates[count]) > best * (1 + MARGIN):
                 break
             left.remove(count)
             answers[count] = self.of_count(count, best)
-        for count in sorted(left & estimates.keys()):
-            self.tried += estimates[count].candidates(count)
+        for count in sorted(left):
+            self.tried += self._estimated_candidates(count, estimates[count])
         return answers
 
     def _is_one(self) -> bool:
         """Whether no rank has rows to split, so that any number of microbatches gives the same program."""
         return self._lowered is not None and self._lowered.lowered.request.count != self._asked
 
-    def _estimates(self, counts: list[int]) -> dict[int, CountEstimate]:
-        """An estimate for each of `counts`, from the lowered program; unknown where nothing has been lowered, or only one microbatch, which
-        does not show whether the batch can be split. The passes then decide whether a number is possible."""
-        found = {}
-        for count in counts:
-            request = replace(self.placed.request, microbatches=count)
-            shapes = None if self._lowered is None or self._asked == 1 else attempt(partial(self._lowered.estimate_shapes, request))
-            found[count] = CountEstimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
-        return found
+    def _estimates(self, counts: list[int]) -> dict[int, PipelineShapes | Refusal | None]:
+        """Estimated shapes for each of `counts`, from the lowered program; None where nothing has been lowered, or only one microbatch,
+        which does not show whether the batch can be split. The passes then decide whether a number is possible."""
+        lowered, request = None if self._asked == 1 else self._lowered, self.placed.request
+        return {
+            count: None if lowered is None else attempt(partial(lowered.estimate_shapes, replace(request, microbatches=count)))
+            for count in counts
+        }
+
+    def _estimated_candidates(self, count: int, shapes: PipelineShapes | Refusal | None) -> Iterator[PipelineCandidate]:
+        once = self._lowered is not None and self._lowered.gathered and count > 1
+        if isinstance(shapes, Refusal):
+            yield PipelineCandidate(count, once, dropped=str(shapes))
+        elif shapes is not None:
+            yield from refused_candidates(shapes, count, once)
+            for shape, seconds in shapes.can:
+                yield estimated_candidate(count, once, shape, seconds)
 
     def of_count(self, count: int, bound: float = inf) -> PipelineAnswer:
         """The best candidate with `count` microbatches that fits; None if none that is faster than `bound` does."""
@@ -270,10 +255,8 @@ class PipelineSearch:
         placed = run_passes(pipeline.PLACE, self.placed.restart_for_request(request), self.last.hook)
         partitioned = run_pass(pipeline.PARTITION, placed, self.last.hook)
         self._step = run_passes(pipeline.RECOMPUTED, partitioned, self.last.hook)
-        lowered = run_passes(pipeline.PARTS, self._step, self.last.hook)
-        with part(f"the pass {pipeline.STAGES.name}"):
-            uncut = UncutProgram(lowered)
-            self.tried += refused_candidates(uncut.shapes, request.count, uncut.gathered)
+        uncut = _uncut_step(self._step, self.last)
+        self.tried += refused_candidates(uncut.shapes, request.count, uncut.gathered)
         return uncut
 
     def _best_of_shapes(self, uncut: UncutProgram, bound: float) -> PipelineAnswer:
@@ -309,16 +292,56 @@ class PipelineSearch:
     def _best_recomputed(
         self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: FittingCandidate | None
     ) -> FittingCandidate | None:
-        """The best of `best` and, with values recomputed, the fastest and the smallest of the shapes in `large`, which hold too much."""
-        assert self._step is not None and self.budgets is not None
-        recomputing = StageRecomputation(self._step, uncut, self.last, min(self.budgets), self._cut_candidate)
+        """The best of `best` and, with values recomputed, the fastest and the smallest of the shapes in `large`, which hold too much; and
+        of their cuts that are faster with recompute, if there are others."""
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
         smallest = min(timed, key=lambda one: one[2].most.total)
         for seconds, shape, need in [one for one in timed if one is not smallest][: RECOMPUTED - 1] + [smallest]:
-            if seconds < (bound if best is None else best.seconds):
-                fitting = [*recomputing.best(shape, need), *([best] if best is not None else [])]
-                best = min(fitting, key=lambda one: one.seconds, default=None)
+            if seconds >= (bound if best is None else best.seconds):
+                continue
+            found, left = self._recompute_shape(uncut, shape, need)
+            if not isinstance(found, FittingCandidate):
+                continue
+            fitting = [found, *([best] if best is not None else [])]
+            other = next((one for one, _ in left.shapes.can if one.name == shape.name), shape)
+            if other.cuts != shape.cuts:
+                again = self._cut_candidate(uncut, other, self.last.copy())
+                again = self._recompute_shape(uncut, other, again)[0] if isinstance(again, MemoryNeed) else again
+                fitting[1:1] = [again] if isinstance(again, FittingCandidate) else []
+            best = min(fitting, key=lambda one: one.seconds)
         return best
+
+    def _recompute_shape(
+        self, uncut: UncutProgram, shape: PipelineShape, need: MemoryNeed
+    ) -> tuple[FittingCandidate | Refusal | MemoryNeed, UncutProgram]:
+        """The first result of `shape` with values recomputed that is no MemoryNeed, or the last one; and the program that was cut.
+
+            cuts 3, 7    rank 0 holds 9.1 MB of 8:       saves 1.1 MB less: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
+            cuts 2, 7    as rank 0 has more to do now:                                    1.2 MB less: 7.8 MB, 1.24 ms
+
+        A rank saves less for backward by the bytes that it exceeds the budget (`passes/memory/stage_trades.py`). Recomputed values take
+        memory too, so the bytes are predicted again, and less is saved in each round; in the last one as little as possible.
+        """
+        assert self._step is not None and self.budgets is not None
+        stages, budget = StageTrades(self._step, uncut.places(shape), settled_values(self._step)), min(self.budgets)
+        kept, fewest = stages.most, stages.least
+        most: dict[int, int] = {}
+        answer: FittingCandidate | Refusal | MemoryNeed = need
+        for turn in range(ROUNDS):
+            over = {at: held - budget for at, held in enumerate(need.ranks) if held > budget and kept[at] > fewest[at]}
+            if not over:
+                break
+            for rank, excess in over.items():
+                less = max(excess, (kept[rank] - fewest[rank]) // ROUNDS)
+                kept[rank] = most[rank] = fewest[rank] if turn == ROUNDS - 1 else max(fewest[rank], kept[rank] - less)
+            step, again = stages.with_kept_bytes(most)
+            heard = self.last.before_pass(pipeline.RECOMPUTE.name)
+            uncut = _uncut_step(run_pass(_recompute_pass(step), self._step, heard.hook), heard)
+            answer = self._cut_candidate(uncut, shape, heard, again)
+            if not isinstance(answer, MemoryNeed):
+                break
+            need = answer
+        return answer, uncut
 
     def _cut_candidate(
         self, uncut: UncutProgram, shape: PipelineShape, heard: PassHistory, again: int = 0
@@ -342,6 +365,23 @@ class PipelineSearch:
     def _note(self, tried: PipelineCandidate, answer: Answer) -> Answer:
         self.tried.append(tried)
         return answer
+
+
+def _least_seconds(shapes: PipelineShapes | Refusal | None) -> float:
+    """Estimated seconds of the fastest shape; 0 where nothing is known."""
+    return shapes.can[0][1] if isinstance(shapes, PipelineShapes) else 0.0
+
+
+def _recompute_pass(step: LoweredProgram) -> Pass[LoweredProgram, LoweredProgram]:
+    """`recompute`, with `step` as its result."""
+    return replace(pipeline.RECOMPUTE, run=lambda _: step)
+
+
+def _uncut_step(step: LoweredProgram, heard: PassHistory) -> UncutProgram:
+    """The microbatches of `step`, as `recompute` left it."""
+    lowered = run_passes(pipeline.PARTS, step, heard.hook)
+    with part(f"the pass {pipeline.STAGES.name}"):
+        return UncutProgram(lowered)
 
 
 def predicted_s(lowered: LoweredProgram) -> float:

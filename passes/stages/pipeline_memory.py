@@ -37,7 +37,7 @@ class MemoryNeed:
 
 
 class DoesNotFit(PlanError):
-    """Error if no candidate fits. `need`: of the candidate that needs least. `passes/driver/budget_errors.py` adds advice."""
+    """Error if no candidate fits. `need`: of the candidate that needs least. `passes/driver/search_errors.py` adds advice."""
 
     def __init__(self, need: MemoryNeed, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.options.budget

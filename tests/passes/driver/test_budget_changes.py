@@ -13,7 +13,7 @@ from torch import nn
 import meshc
 from meshc.cost import peak_memory
 from meshc.errors import PlanError
-from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.search_errors import NothingFits
 
 
 class Words(nn.Module):

@@ -17,7 +17,7 @@ from meshc.optimizer.optimizer import describe
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import choose, compile_program, judge
-from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.search_errors import NothingFits
 from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram

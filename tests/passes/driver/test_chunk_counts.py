@@ -90,13 +90,13 @@ def test_a_small_head_is_not_tried() -> None:
 
 def test_chunks_of_what_is_not_too_much_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what the model and its state take: however few logits there are at once, that is not kept."""
-    asked, in_rounds = [], within_budget._lower_in_rounds
+    asked, in_rounds = [], within_budget._RequestSearch.lower_in_rounds
 
-    def noted(placed: Any, request: Any, budget: int, lower: Any) -> Any:
+    def noted(self: Any, request: Any) -> Any:
         asked.append(request.chunks)
-        return in_rounds(placed, request, budget, lower)
+        return in_rounds(self, request)
 
-    monkeypatch.setattr(within_budget, "_lower_in_rounds", noted)
+    monkeypatch.setattr(within_budget._RequestSearch, "lower_in_rounds", noted)
     kept = sum(peak_memory.peak_rank(step(words=128, remat="none").compiled).kept.values())
     asked.clear()
     with pytest.raises(PlanError, match="a rank may hold"):
