@@ -90,13 +90,14 @@ class NothingFits(PlanError):
 @dataclass(frozen=True)
 class ClosestProgram:
     """
-    start    the first line of the error;  parts  components of the bytes, as text
+    start    the first line of the error;  parts  components of the bytes, as text;  values  lines about the largest at the peak
     holds    bytes of the program that holds least, with which the `trials` of changes begin
     weighed  the candidates of a search;  context  in which changes are tried
     """
 
     start: str
     parts: str
+    values: Sequence[str]
     holds: RankBytes
     trials: ChangeTrials
     weighed: tuple[PlanCandidate, ...] = ()
@@ -104,9 +105,8 @@ class ClosestProgram:
 
     def error(self, found: FittingChanges | None = None) -> NothingFits:
         """The error around the changes `found`; None: before changes are tried."""
-        values = lines_of(peak_liveness(self.trials.left.as_program()))
         where = f", at {self.holds.peak.at}" if self.holds.peak.at else ""
-        largest = [f"most of it when that is most{where}:", *(f"  {line}" for line in values)] if values else []
+        largest = [f"most of it when that is most{where}:", *(f"  {line}" for line in self.values)] if self.values else []
         said = "".join(f"\n  {line}" for line in (self.parts, *largest))
         text = f"{self.start}{said}\n  what to do: {'; or '.join(self._advice(found))}{self.plan_text(found)}"
         return NothingFits(text, self.holds.total, self.weighed, self, found)
@@ -181,7 +181,8 @@ def _with_trials(
     parts = parts or f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
     within = partial(lower_within_budget, lower=lower)
     trials = ChangeTrials(asked, closest.left, budget, lower, within, searched)
-    return ClosestProgram(start, parts, closest.most, trials, tuple(weighed)).error()
+    values = lines_of(peak_liveness(closest.left.as_program()))
+    return ClosestProgram(start, parts, values, closest.most, trials, tuple(weighed)).error()
 
 
 def lower_stages(need: MemoryNeed) -> MeasuredProgram:

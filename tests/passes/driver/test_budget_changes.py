@@ -148,8 +148,10 @@ def test_over_a_pipeline_state_goes_to_the_host() -> None:
 
 
 @pytest.mark.broad
-def test_of_a_search_changes_are_searched_for_once_more() -> None:
+def test_of_a_search_changes_are_tried_with_the_plan_that_holds_least() -> None:
     asked = {"words": 512, "hidden": 64, "plan": "auto", "remat": "none", "memory_budget": 305_000}
     with pytest.raises(NothingFits) as caught:
         step(**asked)  # type: ignore[arg-type]
     assert first_keeps_its_word(caught.value, asked, step) == "TrainStep(microbatches=2)"
+    said = "tried with the plan that holds least of what was searched:\n    dp: batch; store params, grads, state"
+    assert str(caught.value).endswith(said)
