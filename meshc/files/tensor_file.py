@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict, cast
+from typing import Final, Self, TypedDict, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,9 @@ from safetensors.torch import save_file
 
 from meshc.errors import ArtifactError
 from meshc.files.folders import to_disk
+from meshc.files.pieces import tile_runs
 from meshc.ir.bounds import parse_json
+from meshc.ir.sharding import Sharding, local_shape
 
 BLOCK_BYTES: Final = 1 << 20
 _KEY: Final = "meshc"
@@ -64,8 +67,56 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
         return {"bytes": path.stat().st_size, "header": _sha256(_header(file.fileno()))}
 
 
-class TensorFile:
-    """Tensors on disk, read a slice at a time. Use as a context manager, or `close` it.
+class TensorReader:
+    """Tensors by name that are read slice by slice. Use as a context manager, or `close` it."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a tensor."""
+        raise NotImplementedError
+
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The slice of a tensor with a range (start, stop) for each dim."""
+        raise NotImplementedError
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self.slice(name, [(0, size) for size in self.shape(name)])
+
+    def tile(self, name: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> torch.Tensor:
+        """A rank's padded tile of a tensor, zero in the padding; no more is read than the tile holds. None: the whole tensor."""
+        if sharding is None or not sharding.split_axes():
+            return self.tensor(name)
+        assert self.shape(name) == sharding.shape, f"{name}: {self.shape(name)} is not split as {sharding}"
+        shape = local_shape(sharding, sizes)
+        tile: torch.Tensor | None = None
+        for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
+            piece = self.slice(name, [(start, start + length) for start, _, length in runs])
+            if tuple(piece.shape) == tuple(shape):
+                return piece
+            if tile is None:
+                tile = piece.new_zeros(shape)
+            tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
+        if tile is None:  # all padding
+            tile = self.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(shape)
+        return tile
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorFile(TensorReader):
+    """Tensors on disk, read a slice at a time.
 
     seal    the result of `write`; without it the file need not have hashes
     advice  text of what to do if the file is damaged
@@ -74,8 +125,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, advice: str = _AGAIN) -> None:
+        super().__init__()
         self.path, self._advice = path, advice
-        self._stack = contextlib.ExitStack()
         with self._readable():
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._stack.callback(os.close, self._descriptor)
@@ -101,7 +152,7 @@ class TensorFile:
         if told is None and seal is not None:
             raise self._damage_error("carries no hashes")
         self._rows = rows
-        self.names: tuple[str, ...] = tuple(self._file.keys())
+        self.names = tuple(self._file.keys())
         self._hashes = None if told is None else self._read_hash_table(told)
         self._checked: dict[str, set[int]] = {name: set() for name in self.names}
 
@@ -118,7 +169,6 @@ class TensorFile:
         return block, hashes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor."""
         return tuple(self._file.get_slice(self._check_name(name)).get_shape())
 
     def kind(self, name: str) -> str:
@@ -140,20 +190,10 @@ class TensorFile:
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
         self._check(name, [(0, size) for size in self.shape(name)])
         with self._readable():
             found: torch.Tensor = self._file.get_tensor(name)
         return found
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check_name(self, name: str) -> str:
         if name not in self.names:

@@ -7,16 +7,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from meshc.errors import ArtifactError
-from meshc.files.tensor_file import TensorFile
+from meshc.files.tensor_file import TensorFile, TensorReader
 from meshc.ir.bounds import parse_json, read_text
 
 ONE: Final = "model.safetensors"
@@ -25,64 +24,55 @@ _ADVICE: Final = "download or copy it again"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class Weights(Protocol):
-    """Tensors by name that can be read slice by slice."""
+class Weights(TensorReader):
+    """Tensors of other readers under names of their own. `rows`: name -> (reader, name there)."""
 
-    names: tuple[str, ...]
+    def __init__(self, rows: Mapping[str, tuple[Weights | TensorFile, str]] | None = None) -> None:
+        super().__init__()
+        self._rows = dict(rows or {})
+        self.names = tuple(self._rows)
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        reader, there = self._rows[name]
+        return reader.shape(there)
 
-    def kind(self, name: str) -> str: ...
+    def kind(self, name: str) -> str:
+        """A tensor's dtype in safetensors' names: F32, BF16, I64, F8_E4M3, ..."""
+        reader, there = self._rows[name]
+        return reader.kind(there)
 
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor: ...
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        reader, there = self._rows[name]
+        return reader.slice(there, ranges)
 
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def tensor(self, name: str) -> torch.Tensor:
+        reader, there = self._rows[name]
+        return reader.tensor(there)
 
 
-class WeightFiles:
-    """Tensors by name, from a folder or one file. Use as a context manager, or `close` it.
+class WeightFiles(Weights):
+    """Tensors by name, from a folder or one file.
 
     Raises ArtifactError if there are no such files, if an index contradicts its files, or if a file is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.path = Path(path)
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, TensorFile] = {}
+        files: dict[str, TensorFile] = {}
         try:
             for file in _files(self.path):
                 opened = self._stack.enter_context(TensorFile(file, advice=_ADVICE))
                 for name in opened.names:
-                    if name in self._files:
-                        raise ArtifactError(f"{name} is in {self._files[name].path} and in {file}: which is meant cannot be known")
-                    self._files[name] = opened
-            _compare(self.path, self._files)
+                    if name in files:
+                        raise ArtifactError(f"{name} is in {files[name].path} and in {file}: which is meant cannot be known")
+                    files[name] = opened
+            _compare(self.path, files)
         except BaseException:
             self.close()
             raise
-        self.names: tuple[str, ...] = tuple(sorted(self._files))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files[name].shape(name)
-
-    def kind(self, name: str) -> str:
-        """A tensor's dtype in safetensors' names: F32, BF16, I64, F8_E4M3, ..."""
-        return self._files[name].kind(name)
-
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        return self._files[name].slice(name, ranges)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._files[name].tensor(name)
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._rows = {name: (files[name], name) for name in sorted(files)}
+        self.names = tuple(self._rows)
 
 
 def _files(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,14 +27,14 @@ from torch import Tensor
 from meshc.errors import ArtifactError, FileError, MeshcError, StateError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, move_into_place, replacing, to_disk, writing
-from meshc.files.tensor_file import Seal, TensorFile
+from meshc.files.pieces import Run, shared_runs, tile_runs
+from meshc.files.tensor_file import Seal, TensorFile, TensorReader
 from meshc.ir import Record, layouts
 from meshc.ir.bounds import integer, parse_json, read_text
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
-from meshc.runtime.saved.pieces import shared_runs, tile_runs
 from meshc.text.parse import parse_one_type
 from meshc.text.printer import port_type
 
@@ -121,22 +121,24 @@ def _write_table(made: Path, target: Path, table: Mapping[str, object]) -> str:
     return ""
 
 
-class SavedState:
-    """A state on disk, to be read a tile at a time, in any layout. Use as a context manager, or `close` it.
+class SavedState(TensorReader):
+    """A state on disk, to be read a tile at a time by key, in any layout.
 
     Raises ArtifactError for a folder that is missing, damaged or of another version, and later for a tile that is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.path = Path(path)
-        self._stack = contextlib.ExitStack()
         self._open: dict[int, TensorFile] = {}
+        self._sources: dict[str, list[tuple[int, list[list[Run]]]]] = {}
         table = _table(self.path)
         try:
             self._mesh = Mesh(table["mesh"])
             self.seed = integer(table["seed"], "the seed", -(1 << 63), (1 << 64) - 1)
             self.step = integer(table["step"], "the step")
             self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
+            self.names = tuple(self.tensors)
             self._owners = {key: _place(place, self._mesh) for key, place in table.get("owners", {}).items()}
             files = {rank: table["files"][_file(rank)] for rank in self._mesh.ranks}
             hashed = table["version"] > READ[0]
@@ -149,51 +151,40 @@ class SavedState:
             if not file.is_file() or file.stat().st_size != size:
                 raise ArtifactError(f"{self.path} is damaged: {name} is missing or not of {size} bytes, as written; {ADVICE}")
 
-    def tile(self, key: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-        """A rank's padded tile of a tensor, zero in the padding, whatever layout it was saved in."""
-        record = self.tensors[key]
-        assert record.dtype is not None
-        wanted = sharding or layouts.whole_sharding(record.shape)
-        self._refuse_what_is_not_there(key, record)
-        target = tile_runs(wanted, sizes, coordinates)
-        tile = torch.zeros(local_shape(wanted, sizes), dtype=record.dtype)
-        for rank, source in self._sources(record, self._owners.get(key)):
-            pieces = [shared_runs(mine, theirs) for mine, theirs in zip(source, target, strict=True)]
-            for runs in itertools.product(*pieces):
-                piece = self._shard(rank).slice(key, [(at, at + length) for at, _, length in runs])
-                tile[tuple(slice(to, to + length) for _, to, length in runs)] = piece
-        return tile
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._tiles_of(name)
+        return self.tensors[name].shape
 
-    def _refuse_what_is_not_there(self, key: str, record: Record) -> None:
-        """Raises ArtifactError, before memory is allocated, if a rank's file has no tile of the shape that the table says."""
-        sharding, owner = record.sharding or layouts.whole_sharding(record.shape), self._owners.get(key)
-        wanted = local_shape(sharding, layouts.axis_sizes(self._mesh))
-        for rank in self._mesh.ranks:
-            if _holder(sharding, self._mesh, rank, owner) == rank and (found := self._shard(rank).shape(key)) != wanted:
-                what = f"{key} is {list(found)} in {_file(rank)}, and the table says that a rank's tile of it is {list(wanted)}"
-                raise ArtifactError(f"{self.path / TABLE} does not describe what is there: {what}; {ADVICE}")
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        sources = self._tiles_of(name)
+        found = torch.zeros([stop - start for start, stop in ranges], dtype=self.tensors[name].dtype)
+        for rank, source in sources:
+            shared = [shared_runs(runs, [(start, 0, stop - start)]) for runs, (start, stop) in zip(source, ranges, strict=True)]
+            for piece in itertools.product(*shared):
+                values = self._shard(rank).slice(name, [(at, at + length) for at, _, length in piece])
+                found[tuple(slice(to, to + length) for _, to, length in piece)] = values
+        return found
 
-    def _sources(self, record: Record, owner: int | None) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
-        """The ranks that hold a part of a tensor, each with the ranges of its tile."""
-        sharding = record.sharding or layouts.whole_sharding(record.shape)
-        for rank in self._mesh.ranks:
-            if _holder(sharding, self._mesh, rank, owner) == rank:
-                yield rank, tile_runs(sharding, layouts.axis_sizes(self._mesh), self._mesh.coordinates(rank))
+    def _tiles_of(self, key: str) -> list[tuple[int, list[list[Run]]]]:
+        """The ranks that hold a part of a tensor, each with the ranges of its tile. Raises ArtifactError, before memory is allocated, if a
+        rank's file has no tile of the shape that the table says."""
+        if key not in self._sources:
+            record, owner, sizes = self.tensors[key], self._owners.get(key), layouts.axis_sizes(self._mesh)
+            sharding = record.sharding or layouts.whole_sharding(record.shape)
+            wanted = local_shape(sharding, sizes)
+            ranks = [rank for rank in self._mesh.ranks if _holder(sharding, self._mesh, rank, owner) == rank]
+            for rank in ranks:
+                if (found := self._shard(rank).shape(key)) != wanted:
+                    what = f"{key} is {list(found)} in {_file(rank)}, and the table says that a rank's tile of it is {list(wanted)}"
+                    raise ArtifactError(f"{self.path / TABLE} does not describe what is there: {what}; {ADVICE}")
+            self._sources[key] = [(rank, tile_runs(sharding, sizes, self._mesh.coordinates(rank))) for rank in ranks]
+        return self._sources[key]
 
     def _shard(self, rank: int) -> TensorFile:
         if rank not in self._open:
             file = TensorFile(self.path / _file(rank), self._seals.get(rank), ADVICE)
             self._open[rank] = self._stack.enter_context(file)
         return self._open[rank]
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> SavedState:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -202,7 +193,7 @@ def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Not strict, since there is one name of a tied parameter, and there are buffers that state dicts leave out.
     """
     with SavedState(path) as state:
-        return {name_of(key): state.tile(key, None, {}, {}) for key in state.tensors if is_a(key, "parameter", "buffer")}
+        return {name_of(key): state.tensor(key) for key in state.names if is_a(key, "parameter", "buffer")}
 
 
 def _table(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshc.errors import StateError, join_names
+from meshc.files.tensor_file import TensorReader
 from meshc.frontend.recorded_init import Recording
 from meshc.frontend.recorded_values import RecordedValue
 from meshc.ops.random import FIRST_VALUES
@@ -51,17 +52,18 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
         store.sync()
 
 
-class _ComputedValue:
+class _ComputedValue(TensorReader):
     """A recorded value with the interface of a file: slices are computed on request."""
 
     def __init__(self, recording: Recording, value: RecordedValue) -> None:
+        super().__init__()
         self._recording, self._value = recording, value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._value.shape
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
         return self._recording.compute_box(self._value, tuple(ranges))
-
-    def tensor(self, name: str) -> Tensor:
-        return self._recording.compute_box(self._value)
 
 
 def _record_init(

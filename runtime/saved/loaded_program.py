@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshc.check import check_program
 from meshc.errors import InputError, StateError, lines_of
-from meshc.files.tensor_file import TensorFile
+from meshc.files.tensor_file import TensorFile, TensorReader
 from meshc.ir import layouts
 from meshc.ir.keys import is_a, name_of
 from meshc.ops.random import seed_step
@@ -30,9 +30,9 @@ from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.saved.checkpoint_folder import SavedState
-from meshc.runtime.saved.pieces import read_tile
 
-KEPT: Final = ("parameter", "buffer", "state")
+WHOLE: Final = ("parameter", "buffer")
+KEPT: Final = (*WHOLE, "state")
 
 
 class LoadedProgram:
@@ -61,59 +61,45 @@ class LoadedProgram:
         self.seed, self.step = int(program.info.get("seed", 0)), 0
         if isinstance(begin, SavedState):
             self.seed, self.step = begin.seed, begin.step
-            self.buffers = self._from_state(begin)
-        else:
-            self.buffers = self._from_weights(begin)
+        self.buffers = self._read(begin)
         self.seed = self.seed if seed is None else seed
         self.numbers = {port.key: self._number(port) for port in program.inputs if port.kind == "number"}
 
-    def _from_state(self, state: SavedState) -> dict[str, Tensor]:
-        """All that the program keeps, by key. Raises StateError naming all tensors that the state lacks or that do not fit; extra tensors
-        do not matter."""
-        kept = self._mine(*KEPT)
+    def _read(self, begin: TensorFile | SavedState) -> dict[str, Tensor]:
+        """All that the program keeps, by key: of a saved state everything; of weights parameters and buffers, beside fresh state. Raises
+        StateError naming all tensors that are missing or do not fit; extra tensors do not matter."""
+        state = begin if isinstance(begin, SavedState) else None
+        names = {port: port.name if state is None else port.key for port in self._mine(*(WHOLE if state is None else KEPT))}
         faults = []
-        for port in kept:
-            found = state.tensors.get(port.key)
-            if found is None:
+        for port, name in names.items():
+            if name not in begin.names:
                 faults.append(f"{port.name} is missing")
-            elif found.shape != port.shape or found.dtype != port.dtype:
-                faults.append(f"{port.name} is {found.dtype} {list(found.shape)}, the program takes {port.dtype} {list(port.shape)}")
-        advice = "give the state of the same model and optimizer, kept in as many bits (`meshc compile --optimizer-state`), or none"
-        _refuse(faults, f"the state in {state.path} does not fit the program", advice)
-        tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
-        return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
-
-    def _from_weights(self, weights: TensorFile) -> dict[str, Tensor]:
-        """Parameters, buffers and state by key. Raises StateError naming all tensors that the file lacks or that do not fit."""
-        kept = self._mine("parameter", "buffer")
-        faults = []
-        for port in kept:
-            if port.name not in weights.names:
-                faults.append(f"{port.name} is missing")
-            elif weights.shape(port.name) != port.shape:
-                faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
-        _refuse(faults, f"the weights in {weights.path} do not fit the program", "save the program again with its weights")
-        found = {port.key: self._tile(weights, port.name, port) for port in kept}
-        for port in self._mine("state"):
-            found[port.key] = self._fresh(weights, port)
-        return found
+            elif state is not None and state.tensors[name].dtype != port.dtype or begin.shape(name) != port.shape:
+                kind = begin.kind(name) if isinstance(begin, TensorFile) else begin.tensors[name].dtype
+                faults.append(f"{port.name} is {kind} {list(begin.shape(name))}, the program takes {port.dtype} {list(port.shape)}")
+        what, advice = f"the weights in {begin.path} do", "save the program again with its weights"
+        if state is not None:
+            what = f"the state in {begin.path} does"
+            advice = "give the state of the same model and optimizer, kept in as many bits (`meshc compile --optimizer-state`), or none"
+        _refuse(faults, f"{what} not fit the program", advice)
+        found = {port.key: self._at_home(port, self._tile(begin, name, port)) for port, name in names.items()}
+        return found | {port.key: self._at_home(port, self._fresh(begin, port)) for port in self._mine("state") if port.key not in found}
 
     def _mine(self, *kinds: str) -> list[Port]:
         """The ports of these kinds whose values are stored on this rank: of pipeline stages, its own."""
         return [port for port in self.program.inputs if port.kind in kinds and self.program.owns(port.key, self.coordinates)]
 
-    def _tile(self, weights: TensorFile, name: str, port: Port) -> Tensor:
-        sharding = port.sharding or layouts.whole_sharding(port.shape)
-        return read_tile(weights, name, sharding, self.sizes, self.coordinates).to(self.device, port.dtype)
+    def _tile(self, begin: TensorReader, name: str, port: Port) -> Tensor:
+        return begin.tile(name, port.sharding, self.sizes, self.coordinates).to(port.dtype)
 
-    def _fresh(self, weights: TensorFile, port: Port) -> Tensor:
+    def _fresh(self, begin: TensorReader, port: Port) -> Tensor:
         """Optimizer state before the first step: a constant, or a copy of the parameter (where the program says null)."""
         fill = self.program.info.get("fresh", {}).get(port.name, 0.0)
         if fill is None:
-            return self._tile(weights, port.of, port)
+            return self._tile(begin, port.of, port)
         sharding = port.sharding or layouts.whole_sharding(port.shape)
         whole = torch.full((), fill, dtype=port.dtype).expand(port.shape)
-        return self._at_home(port, layouts.take_tile(whole, sharding, self.sizes, self.coordinates))
+        return layouts.take_tile(whole, sharding, self.sizes, self.coordinates)
 
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
         if port.storage != "device":
@@ -155,9 +141,8 @@ class LoadedProgram:
         for name, port in ports.items():
             if file is None or name not in names:
                 continue
-            sharding = port.sharding or layouts.whole_sharding(port.shape)
             shape = file.shape(name)
-            value = read_tile(file, name, sharding, self.sizes, self.coordinates) if shape == port.shape else file.tensor(name)
+            value = file.tile(name, port.sharding if shape == port.shape else None, self.sizes, self.coordinates)
             if shape != port.shape or value.dtype != port.dtype:
                 faults.append(f"{name} is {value.dtype} of shape {list(shape)}, the program takes {port.dtype} of shape {list(port.shape)}")
             values[port.key] = value.to(self.device)

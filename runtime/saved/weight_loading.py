@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import StateError, join_names, lines_of
+from meshc.files.tensor_file import TensorReader
 from meshc.files.weight_files import Weights
 from meshc.ir.keys import key_of
 from meshc.runtime.comm.stage_transfers import StageTransfers
-from meshc.runtime.saved.pieces import Slices, read_tile
 from meshc.runtime.state.store import Store
 from meshc.runtime.state.stored_tensor import StoredTensor
 
@@ -44,12 +44,12 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     reset_copied_state(store, pairs.keys())
 
 
-def write_tensor(store: Store, held: StoredTensor, weights: Slices, name: str) -> None:
+def write_tensor(store: Store, held: StoredTensor, weights: TensorReader, name: str) -> None:
     """Writes the file's tensor `name` to a stored tensor: this rank reads its own tile."""
     home = held.home
     if not isinstance(home, StageTransfers) or home.member or held.lags:
         with torch.no_grad():
-            store.write_tile(held, read_tile(weights, name, held.sharding, home.sizes, home.coordinates))
+            store.write_tile(held, weights.tile(name, held.sharding, home.sizes, home.coordinates))
 
 
 def reset_copied_state(store: Store, keys: Collection[str]) -> None:

@@ -13,11 +13,11 @@ A name is matched against the model's state dict, so that it does not matter whe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshc.errors import ArtifactError, StateError
 from meshc.files.weight_files import Weights
@@ -27,26 +27,6 @@ CONFIG: Final = "adapter_config.json"
 _PREFIX: Final = "base_model.model."
 _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "bias")
 """Entries of an adapter's configuration that say what its weights mean in the model."""
-
-
-class RenamedWeights:
-    """`Weights` under other names. `names`: new name -> the name in the files."""
-
-    def __init__(self, files: Weights, names: Mapping[str, str]) -> None:
-        self._files, self._called = files, dict(names)
-        self.names: tuple[str, ...] = tuple(self._called)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._called[name])
-
-    def kind(self, name: str) -> str:
-        return self._files.kind(self._called[name])
-
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        return self._files.slice(self._called[name], ranges)
-
-    def tensor(self, name: str) -> Tensor:
-        return self._files.tensor(self._called[name])
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -94,10 +74,10 @@ def _compare(path: Path, mine: Any, name: str) -> None:
         )
 
 
-def adapter_weights(model: nn.Module, files: Weights, adapter: str) -> RenamedWeights:
+def adapter_weights(model: nn.Module, files: Weights, adapter: str) -> Weights:
     """An adapter's files under the model's names; a tensor that the model does not have keeps its name."""
     has = frozenset(model.state_dict())
-    return RenamedWeights(files, {next((one for one in _with_adapter(name, adapter) if one in has), name): name for name in files.names})
+    return Weights({next((one for one in _with_adapter(name, adapter) if one in has), name): (files, name) for name in files.names})
 
 
 def _with_adapter(name: str, adapter: str) -> Iterator[str]:
@@ -113,7 +93,7 @@ def belongs_to_adapter(name: str, adapters: Iterable[str]) -> bool:
     return any(f".{adapter}." in f".{name}." for adapter in adapters)
 
 
-def base_weights(model: nn.Module, files: Weights) -> RenamedWeights:
+def base_weights(model: nn.Module, files: Weights) -> Weights:
     """A base model's files under the names that the tensors have in a model with adapters."""
     renamed: dict[str, str] = {}
     given = frozenset(files.names)
@@ -123,4 +103,5 @@ def base_weights(model: nn.Module, files: Weights) -> RenamedWeights:
         if source is not None:
             renamed[name] = source
     taken = frozenset(renamed.values())
-    return RenamedWeights(files, {**renamed, **{name: name for name in files.names if name not in taken}})
+    renamed |= {name: name for name in files.names if name not in taken}
+    return Weights({name: (files, source) for name, source in renamed.items()})

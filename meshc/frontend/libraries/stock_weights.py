@@ -38,18 +38,18 @@ def weights_by_model_names(model: nn.Module, files: Weights) -> Weights:
     return _ConvertedWeights(model, files) if isinstance(model, PreTrainedModel) else files
 
 
-class _ConvertedWeights:
+class _ConvertedWeights(Weights):
     """`Weights` under the model's names; a tensor that the model does not have keeps its name."""
 
     def __init__(self, model: Any, files: Weights) -> None:
+        super().__init__()
         self._model, self._files = model, files
-        self._plain: dict[str, str] = {}
         self._made: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._sources: dict[str, list[tuple[str, str]]] = {}
         self._converters: dict[str, Any] = {}
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
         self._read_table()
-        self.names: tuple[str, ...] = (*self._plain, *self._made)
+        self.names = (*self._rows, *self._made)
 
     def _read_table(self) -> None:
         table = resolve_name(CONVERSIONS)(self._model)
@@ -64,7 +64,7 @@ class _ConvertedWeights:
             if target not in has and name in has:
                 target, pattern = name, None
             if pattern is None:
-                self._plain[target if target in has else name] = name
+                self._rows[target if target in has else name] = self._files, name
             else:
                 self._converters[target] = by_pattern[pattern]
                 self._sources.setdefault(target, []).append((name, pattern))
@@ -85,19 +85,19 @@ class _ConvertedWeights:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._made[name][1] if name in self._made else self._files.shape(self._plain[name])
+        return self._made[name][1] if name in self._made else super().shape(name)
 
     def kind(self, name: str) -> str:
-        return self._files.kind(self._sources[self._made[name][0]][0][0] if name in self._made else self._plain[name])
+        return self._files.kind(self._sources[self._made[name][0]][0][0]) if name in self._made else super().kind(name)
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        if name in self._plain:
-            return self._files.slice(self._plain[name], ranges)
+        if name in self._rows:
+            return super().slice(name, ranges)
         return self.tensor(name)[tuple(slice(start, stop) for start, stop in ranges)]
 
     def tensor(self, name: str) -> Tensor:
-        if name in self._plain:
-            return self._files.tensor(self._plain[name])
+        if name in self._rows:
+            return super().tensor(name)
         first = self._made[name][0]
         if self._last[0] != first:
             self._last = "", {}  # freed before the next one is built

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from meshc.files.pieces import tile_runs
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
-from meshc.runtime.saved.pieces import read_tile, tile_runs
 
 SHARDINGS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),
@@ -45,7 +45,7 @@ def test_a_tile_read_in_pieces_is_the_tile(name: str, tmp_path: Path) -> None:
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
         with Counting(tmp_path / "w.safetensors") as file:
-            tile = read_tile(file, "w", sharding, sizes, at)
+            tile = file.tile("w", sharding, sizes, at)
             wanted = layouts.take_tile(full, sharding, sizes, at)
             assert torch.equal(tile, wanted)
             if sharding.split_axes():

@@ -1,4 +1,4 @@
-"""A rank's tile of a tensor on disk as contiguous ranges, and reads of no more than these.
+"""A rank's tile of a tensor as contiguous ranges of the whole, and those that two tiles share.
 
     weight on disk     0 1 2 3 4 5 6 7 8 9 10 11        3 * heads 4/tp: rank 1 of 2 has heads 2 and 3 of each third
     this rank's tile       2 3     6 7     10 11        pieces (2, 0, 2), (6, 2, 2), (10, 4, 2)
@@ -6,27 +6,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from meshc.ir import layouts
-from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sharding import Part, Sharding
 
 Run = tuple[int, int, int]
 """Contiguous indices of a dim: (first global index, first index in the tile, length)."""
-
-
-class Slices(Protocol):
-    """Tensors on disk, of which parts can be read (`meshc.files.tensor_file.TensorFile`)."""
-
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor: ...
-
-    def tensor(self, name: str) -> Tensor: ...
 
 
 def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[list[Run]]:
@@ -53,24 +42,6 @@ def _dim_runs(parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]) -> tup
         else:
             runs.append((place - 1, position, 1))
     return tuple(runs)
-
-
-def read_tile(file: Slices, name: str, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-    """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
-    if not sharding.split_axes():
-        return file.tensor(name)
-    shape = local_shape(sharding, sizes)
-    tile: Tensor | None = None
-    for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
-        piece = file.slice(name, [(start, start + length) for start, _, length in runs])
-        if tuple(piece.shape) == tuple(shape):
-            return piece
-        if tile is None:
-            tile = piece.new_zeros(shape)
-        tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
-    if tile is None:  # all padding
-        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(shape)
-    return tile
 
 
 def shared_runs(source: Sequence[Run], target: Sequence[Run]) -> list[Run]:
