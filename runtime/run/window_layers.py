@@ -79,7 +79,7 @@ class WindowLayer(CacheLayer):
 
 def window_extent(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
     """First token and capacity, common to the buffers of all `windows`, for a call after which there are `tokens` tokens."""
-    first, needed = (min(getattr(layer, name) for layer in windows) for name in ("first", "needed"))
+    first, needed = (min(getattr(layer, name) for layer in windows) for name in ("first", "first_needed"))
     most = room_of(max(layer.window for layer in windows), tokens - needed)
     room = min(capacity_of(tokens - first, windows[0].buffers[0].shape[TOKENS], -1), most)
     return (first, room) if tokens - first <= room else (needed, most)
