@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch
 from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
 from meshc.plan.expert_group_counts import groups_of
-from meshc.report.rebalance_report import LayerRebalance, RebalanceReport, plan_layer_move
+from meshc.report.rebalance_report import RebalanceReport
 from meshc.runtime.state import moved_experts
 from meshc.runtime.state.store import Store
 
@@ -45,13 +46,8 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
     store.refuse_unfilled()
     store.refuse_changed_model()
     store.adopt_changes()
-    layers = [
-        _plan_placement(store, path, each, groups[path], least, spare) for path, each in found.items()
-    ]  # all are looked at before any moves
-    for one in layers:
-        if one.changed:
-            moved_experts.move(store, one.path, one.spread)
-    return RebalanceReport(tuple(layers))
+    layers = [moved_experts.layer_of(store, path, groups[path], spare) for path in found]
+    return moved_experts.rebalance(layers, found, least, partial(moved_experts.move, store))
 
 
 def _spare(program: Program, copies: int | None) -> int:
@@ -86,17 +82,12 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
         said = loads[path]
         values = said.tokens if isinstance(said, ExpertLoad) else said
         found[path] = [float(load) for load in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-        count = len(moved_experts.current_spread(store, path, 1).slots)
+        count = len(moved_experts.layer_of(store, path, 1).spread.slots)
         if len(found[path]) != count or not all(isfinite(load) and load >= 0 for load in found[path]):
             raise InputError(f"rebalance: the load of {path} is one number for each of its {count} experts, 0 or more: {found[path]}")
     if not found:
         raise InputError(f"rebalance: loads of no layer; experts that can be moved are those of {join_names(list(movable), 4)}")
     return found
-
-
-def _plan_placement(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> LayerRebalance:
-    now = moved_experts.current_spread(store, path, groups)
-    return plan_layer_move(path, loads, now, groups, least, spare, lambda wanted: moved_experts.received_bytes_of_move(store, path, wanted))
 
 
 def _refuse_differing(store: Store, said: str) -> None:

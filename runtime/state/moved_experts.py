@@ -12,17 +12,20 @@ cannot describe, and have memory of their own only from `sync` to the next step 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshc.cost.expert_balance import ExpertPlacement
 from meshc.errors import StateError
-from meshc.frontend.expert_placement import COPIES, SLOTS, copies_per_rank, expert_slots_of, slots_of, weights_of
+from meshc.frontend.expert_placement import COPIES, SLOTS, copies_per_rank, slots_of, weights_of
 from meshc.ir import layouts
-from meshc.ir.keys import key_of
+from meshc.ir.keys import Kind, key_of
+from meshc.report.rebalance_report import RebalanceReport, plan_layer_move
 from meshc.runtime.comm import collectives, reorder
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.state import ownership
@@ -32,37 +35,96 @@ if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
 
-def current_spread(store: Store, path: str, groups: int) -> ExpertPlacement:
-    """Slots and copies of the experts at a module's path, which are split among `groups` groups of ranks."""
-    slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
-    if not copies_per_rank(store.model.get_submodule(path)):
-        return ExpertPlacement(tuple(slots))
-    copies = store.buffer(key_of("buffer", f"{path}.{COPIES}".lstrip(".")))[:groups].flatten()
-    return ExpertPlacement(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
+@dataclass
+class ExpertLayer:
+    """The experts at a module's path, which are split among `groups` groups of ranks: of a model's store, or of a saved program.
+
+    spread         present slots of experts, and of their copies
+    spare          places of each group that may be used for copies
+    rows           the stored tensors with a row per expert; `buffer` is None where other ranks have it
+    slots, copies  tables of the slots, as the program reads them; None: on other ranks, or there is none
+    """
+
+    path: str
+    groups: int
+    spread: ExpertPlacement
+    spare: int
+    rows: Sequence[StoredTensor]
+    slots: Tensor | None
+    copies: Tensor | None
+
+    def received_bytes(self, wanted: Sequence[int]) -> int:
+        """Bytes that the rank with the most is sent, if the experts move to the slots `wanted`."""
+        source = self._source(wanted)
+        return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in self.rows)
+
+    def move(self, wanted: ExpertPlacement) -> None:
+        """Moves expert i to slot wanted.slots[i], and sets its copies to wanted.copies. All ranks call this, in the same order, between two
+        calls."""
+        source = self._source(wanted.slots)
+        with torch.no_grad():
+            for held in self.rows if source != sorted(source) else ():
+                if held.buffer is not None:
+                    held.buffer.copy_(held.home.permute_rows(held.buffer, held.sharding, source))
+                    _record_slots(held, wanted.slots)
+            for table, values in ((self.slots, wanted.slots), (self.copies, wanted.copies)):
+                if table is not None:
+                    table.flatten()[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        self.spread = wanted
+
+    def _source(self, wanted: Sequence[int]) -> list[int]:
+        """For each slot of `wanted` the present slot of its expert."""
+        return [self.spread.slots[expert] for expert in inverse(wanted)]
 
 
-def rows_of(store: Store, path: str) -> list[StoredTensor]:
-    """Stored tensors with a row per expert at this path: parameters and their state. Raises StateError for state that mixes experts."""
+def rebalance(
+    layers: Sequence[ExpertLayer], loads: Mapping[str, Sequence[float]], least: float, move: Callable[[ExpertLayer, ExpertPlacement], None]
+) -> RebalanceReport:
+    """Moves experts, by `move`, where `loads` by path say so (`plan_layer_move`). All layers are looked at before any moves."""
+    plans = [plan_layer_move(one.path, loads[one.path], one.spread, one.groups, least, one.spare, one.received_bytes) for one in layers]
+    for layer, plan in zip(layers, plans, strict=True):
+        if plan.changed:
+            move(layer, plan.spread)
+    return RebalanceReport(tuple(plans))
+
+
+def key_in(path: str, kind: Kind, name: str) -> str:
+    """The key of a layer's parameter or buffer."""
+    return key_of(kind, f"{path}.{name}".lstrip("."))
+
+
+def rows_among(stored: Iterable[StoredTensor], weights: Collection[str], path: str, experts: int) -> list[StoredTensor]:
+    """Those of stored tensors that have a row for each expert: parameters with the keys `weights`, and their state. Raises StateError for
+    state that mixes experts."""
+    found = [held for held in stored if held.key in weights or held.of in weights]
+    mixed = [held for held in found if held.shape[:1] not in ((experts,), (), (1,))]
+    if mixed:
+        raise StateError(
+            f"{mixed[0].name} is of shape {list(mixed[0].shape)}, and experts of {path} cannot be moved with state that has no row for "
+            f"each of the {experts}\n  what to do: compile with another optimizer for the experts, or leave them where they are (without "
+            "rebalance, or --rebalance-every)"
+        )
+    return [held for held in found if held.shape[:1] == (experts,)]
+
+
+def layer_of(store: Store, path: str, groups: int, spare: int = 0) -> ExpertLayer:
+    """The layer of experts at a path of the store's model."""
     module = store.model.get_submodule(path)
-    found: list[StoredTensor] = []
-    for name in weights_of(module):
-        parameter = store.find(key_of("parameter", f"{path}.{name}".lstrip(".")))
-        assert parameter is not None, "a store has all parameters of its model"
-        states = [held for held in store.held.values() if held.of == parameter.key]
-        mixed = [held for held in states if not _has_expert_rows(held, parameter) and held.shape[:1] not in ((), (1,))]
-        if mixed:
-            raise StateError(
-                f"{mixed[0].name} is of shape {list(mixed[0].shape)}, and experts of {path} cannot be moved with state that has no row for "
-                f"each of the {parameter.shape[0]}\n  what to do: another optimizer for the experts, or leave them where they are"
-            )
-        found += [parameter, *(held for held in states if _has_expert_rows(held, parameter))]
-    return found
+    slots, copies = store.buffer(key_in(path, "buffer", SLOTS)), None
+    spread = ExpertPlacement(tuple(map(int, slots.tolist())))
+    if copies_per_rank(module):
+        copies = store.buffer(key_in(path, "buffer", COPIES))
+        spread = replace(spread, copies=tuple(map(int, copies[:groups].flatten().tolist())))
+    weights = {held.key for name in weights_of(module) if (held := store.find(key_in(path, "parameter", name))) is not None}
+    rows = rows_among(store.held.values(), weights, path, len(spread.slots))
+    return ExpertLayer(path, groups, spread, spare, rows, slots, copies)
 
 
-def received_bytes_of_move(store: Store, path: str, wanted: Sequence[int]) -> int:
-    """Bytes that the rank with the most is sent, if the experts at this path move to the slots `wanted`."""
-    source = _source(current_spread(store, path, 1).slots, wanted)
-    return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
+def move(store: Store, layer: ExpertLayer, wanted: ExpertPlacement) -> None:
+    """`ExpertLayer.move` in a store, whose live tensors show experts in the model's order."""
+    layer.move(wanted)
+    ownership.own_copies(store.model.get_submodule(layer.path), store)
+    store.moves += 1
 
 
 def first_differing_rank(store: Store, said: str) -> int | None:
@@ -73,46 +135,19 @@ def first_differing_rank(store: Store, said: str) -> int | None:
     return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
 
 
-def move(store: Store, path: str, wanted: ExpertPlacement) -> None:
-    """Moves expert i at this path to slot wanted.slots[i], and sets its copies to wanted.copies. All ranks call this, in the same order,
-    between two calls."""
-    module = store.model.get_submodule(path)
-    source, held_ones = _source(current_spread(store, path, 1).slots, wanted.slots), rows_of(store, path)
-    with torch.no_grad():
-        for held in held_ones if source != sorted(source) else ():
-            held.buffer.copy_(held.home.permute_rows(held.buffer, held.sharding, source))
-            _record_slots(held, wanted.slots)
-        where = expert_slots_of(module)
-        assert where is not None
-        where.slots.copy_(torch.tensor(wanted.slots, dtype=torch.int64))
-        if where.copies is not None:
-            where.copies.flatten()[: len(wanted.copies)] = torch.tensor(wanted.copies, dtype=torch.int64)
-    ownership.own_copies(module, store)
-    store.moves += 1
-
-
 def reorder_new_state(parameter: StoredTensor, state: StoredTensor) -> None:
     """Permutes new state, which is in the model's order, like its parameter, if the experts of that have been moved."""
-    if parameter.slots is not None and _has_expert_rows(state, parameter):
+    if parameter.slots is not None and state.shape[:1] == parameter.shape[:1]:
         with torch.no_grad():
             state.buffer.copy_(state.home.permute_rows(state.buffer, state.sharding, inverse(parameter.slots)))
         _record_slots(state, parameter.slots)
 
 
-def _has_expert_rows(state: StoredTensor, parameter: StoredTensor) -> bool:
-    return state.shape[:1] == parameter.shape[:1]
-
-
-def _source(now: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """For each slot of `wanted` the present slot of its expert."""
-    return [now[expert] for expert in inverse(wanted)]
-
-
 def _record_slots(held: StoredTensor, slots: Sequence[int]) -> None:
     """Records that rows have moved: the live tensor shares the buffer only if that is in the model's order again."""
     held.slots = None if list(slots) == sorted(slots) else list(slots)
-    if isinstance(held.home, StageTransfers) and not held.home.member:
-        return  # nothing of the tensor is stored here
+    if not isinstance(held.live, DTensor) or (isinstance(held.home, StageTransfers) and not held.home.member):
+        return  # nobody sees it, or nothing of it is stored here
     held.shared = held.slots is None and layouts.shares_memory(held.sharding, held.home.mesh)
     held.stale = held.slots is not None
     if held.slots is not None:
