@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshc.errors import StateError, join_names
 from meshc.frontend.model_init import initialise
 from meshc.frontend.reference_random import ReferenceRandom
+from meshc.ir.keys import is_a, name_of
 from meshc.ops.random import FIRST_VALUES
 from meshc.runtime.state import adoption
 from meshc.runtime.state.store import Store
@@ -36,28 +38,17 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object] | None = No
         )
 
 
-def _allocate_meta(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
+def _allocate_meta(model: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
     """Gives what is on `meta` memory, marked as empty: where each stands, and its name."""
-    memory: dict[int, Tensor] = {}
-    found = []
-    for members, key, name in _places(model):
-        before = members[key]
-        if before is None or not before.is_meta:
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
+    for before, places in adoption.tensors_of(model):
+        if not before.is_meta:
             continue
-        new = memory.get(id(before))
-        if new is None:
-            new = torch.empty(before.shape, dtype=before.dtype)
-            adoption.mark_empty(new)
-            new = memory[id(before)] = nn.Parameter(new, before.requires_grad) if isinstance(before, nn.Parameter) else new
-            memory[id(new)] = before  # kept, or another tensor would get its number
-        members[key] = new
-        found.append((members, key, name))
-    return found
-
-
-def _places(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
-    for path, module in model.named_modules():
-        tables: tuple[dict[str, Tensor | None], ...] = (module._parameters, module._buffers)
-        for members in tables:
-            for key in list(members):
-                yield members, key, f"{path}.{key}" if path else key
+        new = torch.empty(before.shape, dtype=before.dtype)
+        adoption.mark_empty(new)
+        new = nn.Parameter(new, before.requires_grad) if isinstance(before, nn.Parameter) else new
+        for key, module, name in places:
+            members: dict[str, Any] = module._parameters if is_a(key, "parameter") else module._buffers
+            members[name] = new
+            found.setdefault((id(members), name), (members, name, name_of(key)))
+    return [*found.values()]

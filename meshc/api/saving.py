@@ -29,7 +29,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
     store = program.compilations.store if dist.is_initialized() else None
     tensors: dict[str, torch.Tensor] | None = None
     if weights:
-        tensors = _local_tensors(program) if store is None else dict(store.state_dict(full=True).get("model", {}))
+        tensors = _local_tensors(program) if store is None else store.whole_model()
 
     def write() -> None:
         found = {**_buffers(program), **tensors} if store is not None and tensors is not None else tensors

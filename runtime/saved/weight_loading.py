@@ -14,11 +14,12 @@ from meshc.files.tensor_file import TensorReader
 from meshc.files.weight_files import Weights
 from meshc.ir.keys import key_of
 from meshc.runtime.comm.stage_transfers import StageTransfers
+from meshc.runtime.state import adoption
+from meshc.runtime.state.state_dicts import find_stored
 from meshc.runtime.state.store import Store
 from meshc.runtime.state.stored_tensor import StoredTensor
 
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
-_EXTRA: Final = "_extra_state"
 
 
 def load(store: Store, weights: Weights, where: str, expected: Callable[[str], bool] = lambda name: True) -> None:
@@ -26,17 +27,17 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     StateError, before anything is changed, naming tensors that do not fit, and missing ones without values; warns of missing ones that keep
     their values, and of tensors that the model does not have."""
     store.adopt_changes()
-    wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA and expected(name)]
+    wanted = [name for name in store.model.state_dict() if expected(name)]
     pairs: dict[str, tuple[StoredTensor, str]] = {}
     for name in weights.names:
-        held = held_of(store, name)
+        held = find_stored(store, name)
         if held is not None:
             pairs.setdefault(held.key, (held, name))
-    missing = [name for name in wanted if (held := held_of(store, name)) is not None and held.key not in pairs]
+    missing = [name for name in wanted if (held := find_stored(store, name)) is not None and held.key not in pairs]
     _refuse(store, weights, pairs, missing, where)
     if missing:
         warnings.warn(f"{join_names(missing, 6)} of the model are not in {where}, and keep the values that they have", stacklevel=4)
-    strange = [name for name in weights.names if held_of(store, name) is None]
+    strange = [name for name in weights.names if find_stored(store, name) is None]
     if strange:
         warnings.warn(f"{join_names(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
     for held, name in pairs.values():
@@ -79,33 +80,22 @@ def _name(path: str, name: str) -> str:
 def _fill_module(module: nn.Module, fill: Callable[[nn.Module], object]) -> Mapping[str, Tensor]:
     """The values that `fill` writes into the buffers of a module; the module is restored."""
     held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
-    before = {name: _nothing(value) for name, value in module._buffers.items() if value is not None}
+    empty = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in module._buffers.items() if value is not None}
     try:
         for one, parameters, _ in held:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     one._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
-        module._buffers.update({name: value.clone() for name, value in before.items()})
+        module._buffers.update(empty)
+        for value in empty.values():
+            adoption.mark_empty(value)
         with torch.no_grad():
             fill(module)
-        return {name: value for name, value in module._buffers.items() if value is not None and not _same(value, before.get(name))}
+        return {name: value for name, value in module._buffers.items() if value is not None and adoption.is_filled(value)}
     finally:
         for one, parameters, buffers in held:
             one._parameters.update(parameters)
             one._buffers.update(buffers)
-
-
-def _nothing(value: Tensor) -> Tensor:
-    made = torch.zeros(value.shape, dtype=value.dtype)
-    return made.fill_(float("nan")) if made.is_floating_point() else made
-
-
-def _same(value: Tensor, other: Tensor | None) -> bool:
-    return other is not None and value.shape == other.shape and torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def held_of(store: Store, name: str) -> StoredTensor | None:
-    return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
 
 
 def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[StoredTensor, str]], missing: Sequence[str], where: str) -> None:
@@ -122,7 +112,7 @@ def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[StoredTens
         shown = "\n    ".join(lines_of(faults, 8))
         advice = "build the model from the configuration that lies beside them"
         raise StateError(f"the weights in {where} do not fit the model:\n    {shown}\n  what to do: {advice}")
-    empty = set(store.unfilled_names) & {one.name for name in missing if (one := held_of(store, name)) is not None}
+    empty = set(store.unfilled_names) & {one.name for name in missing if (one := find_stored(store, name)) is not None}
     if empty:
         raise StateError(
             f"the model was built on `meta`, and {where} has no values for {join_names(sorted(empty), 6)}\n"

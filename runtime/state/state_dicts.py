@@ -67,12 +67,7 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     Raises PeerError if ranks have stepped with different numbers, and StateError if ranks have changed tensors differently; both are
     checked first, so that no wrong state is returned.
     """
-    board = current_board()
-    if board is not None:
-        board.settle(SETTLED_S)
-    store.adopt_changes()
-    store.sync()
-    store.changes.compare(SETTLED_S)
+    _agree(store)
     state: State = {"model": dict(store.model.state_dict())}
     if store.optimizers:
         state["optim"] = _optimizer_state(store, store.optimizers)
@@ -85,11 +80,19 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
 
 def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """The model's tensors (those whose names are `wanted`), whole, on the CPU of rank 0; {} elsewhere."""
+    _agree(store)
+    found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
+    return _gather_state(store, {"model": found, "meshc": {}}).get("model", {})
+
+
+def _agree(store: Store) -> None:
+    """Brings the live tensors up to date, once ranks have stepped and changed tensors alike."""
+    board = current_board()
+    if board is not None:
+        board.settle(SETTLED_S)
     store.adopt_changes()
     store.sync()
     store.changes.compare(SETTLED_S)
-    found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
-    return _gather_state(store, {"model": found, "meshc": {}}).get("model", {})
 
 
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
@@ -140,11 +143,11 @@ def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) 
 def _model_faults(store: Store, model: Mapping[str, Tensor]) -> list[str]:
     wanted = store.model.state_dict()
     # A file may hold one name of a tied parameter, or all.
-    present = {held.key for name in model if (held := _find_stored(store, name)) is not None}
-    missing = [name for name in wanted if name not in model and ((held := _find_stored(store, name)) is None or held.key not in present)]
+    present = {held.key for name in model if (held := find_stored(store, name)) is not None}
+    missing = [name for name in wanted if name not in model and ((held := find_stored(store, name)) is None or held.key not in present)]
     faults = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in model if name not in wanted]
     for name, value in model.items():
-        held = _find_stored(store, name)
+        held = find_stored(store, name)
         if held is not None and tuple(value.shape) != held.shape:
             faults.append(f"{name} is of shape {list(value.shape)}, in the model of {list(held.shape)}")
     return faults
@@ -168,7 +171,7 @@ def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:
 def _load_model(store: Store, model: Mapping[str, Tensor]) -> None:
     done = set()
     for name, value in model.items():
-        held = _find_stored(store, name)
+        held = find_stored(store, name)
         if held is None:
             path, _, last = name.rpartition(".")
             if last == _EXTRA:
@@ -217,7 +220,8 @@ def _in_form(held: StoredTensor, entries: Mapping[str, object]) -> object | None
     return convert_state(held.fresh, entries, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def _find_stored(store: Store, name: str) -> StoredTensor | None:
+def find_stored(store: Store, name: str) -> StoredTensor | None:
+    """The stored parameter or buffer of this name in the model."""
     return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
 
 
@@ -240,7 +244,7 @@ def _gather_state(store: Store, state: State) -> State:
         return done[held.key]
 
     with torch.no_grad():
-        full: State = {"model": {name: whole(_find_stored(store, name), value) for name, value in state["model"].items()}}
+        full: State = {"model": {name: whole(find_stored(store, name), value) for name, value in state["model"].items()}}
         if "optim" in state:
             states = state["optim"]["state"].items()
             full["optim"] = {

@@ -14,7 +14,7 @@ The caller is read off the stack, as in `state_dict_callers.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of
 from meshc.frontend.libraries.stock_trainer import is_marked
+from meshc.ir.keys import key_of
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.state.random_draws import home_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from meshc.runtime.comm.transfers import Transfers
     from meshc.runtime.state.store import Store
+    from meshc.runtime.state.stored_tensor import StoredTensor
 
 ON_ALL_RANKS: Final = (
     ("accelerate.accelerator", "get_state_dict"),
@@ -51,12 +53,17 @@ OF_TRAINER: Final = ("transformers.trainer", "_save")
 def shard_state(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
     """Before a load into a compiled model: turns whole tensors, and DTensors of another mesh, into DTensors sharded like its parameters.
     Raises StateError where another rank's part would be taken for this one's."""
-    rows = [(name, value, store.find(f"parameter:{name[len(prefix) :]}")) for name, value in state.items() if name.startswith(prefix)]
-    refuse_parts_of_others((name, value) for name, value, held in rows if held is not None)
+    rows = _parameters_in(store, state, prefix)
+    refuse_parts_of_others((name, value) for name, value, _ in rows)
     for name, value, held in rows:
-        if held is not None and isinstance(held.live, DTensor) and isinstance(value, Tensor) and tuple(value.shape) == held.shape:
-            if not value.is_meta:
-                state[name] = _dtensor_like(value, held.home, held.live)
+        if isinstance(held.live, DTensor) and isinstance(value, Tensor) and tuple(value.shape) == held.shape and not value.is_meta:
+            state[name] = _dtensor_like(value, held.home, held.live)
+
+
+def _parameters_in(store: Store, state: Mapping[str, Any], prefix: str) -> list[tuple[str, Any, StoredTensor]]:
+    """(name, value, stored parameter) of those entries of a state dict that are parameters of the model."""
+    rows = [(name, value, store.find(key_of("parameter", name[len(prefix) :]))) for name, value in state.items() if name.startswith(prefix)]
+    return [(name, value, held) for name, value, held in rows if held is not None]
 
 
 def _dtensor_like(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) -> Tensor:
@@ -102,19 +109,22 @@ def is_fully_replicated(values: Iterable[object]) -> bool:
 
 def as_plain(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
     """Replaces DTensors in the state dict of a replicated model by their local tensors; sends nothing."""
-    for name, value in state.items():
-        held = store.find(f"parameter:{name[len(prefix) :]}") if name.startswith(prefix) else None
-        if held is not None and isinstance(value, DTensor) and value is not held.live:  # with `keep_vars` it stays what it is
+    for name, value, held in _parameters_in(store, state, prefix):
+        if isinstance(value, DTensor) and value is not held.live:  # with `keep_vars` it stays what it is
             state[name] = value._local_tensor.detach()
 
 
 def optimizer_as_plain(state: dict[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer with local tensors instead of DTensors, likewise."""
-    plain = {
-        index: {name: v._local_tensor.detach() if isinstance(v, DTensor) else v for name, v in slots.items()}
-        for index, slots in state["state"].items()
+    return _replace_in_slots(state, lambda value: value._local_tensor.detach())
+
+
+def _replace_in_slots(state: dict[str, Any], plain: Callable[[DTensor], Tensor]) -> dict[str, Any]:
+    slots = {
+        index: {name: plain(value) if isinstance(value, DTensor) else value for name, value in one.items()}
+        for index, one in state["state"].items()
     }
-    return {**state, "state": plain}
+    return {**state, "state": slots}
 
 
 def gather_state(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -122,9 +132,8 @@ def gather_state(store: Store, model: nn.Module, state: MutableMapping[str, Any]
     if not is_asked_on_all_ranks(model):
         return
     with together(current_board(), "state_dict"), torch.no_grad():
-        for name, value in state.items():
-            held = store.find(f"parameter:{name[len(prefix) :]}") if name.startswith(prefix) else None
-            if held is not None and isinstance(value, DTensor):
+        for name, value, held in _parameters_in(store, state, prefix):
+            if isinstance(value, DTensor):
                 state[name] = held.whole().cpu()
 
 
@@ -167,11 +176,7 @@ def gather_optimizer_state(store: Store, state: dict[str, Any]) -> dict[str, Any
     if not is_asked_on_all_ranks():
         return state
     with together(current_board(), "state_dict"), torch.no_grad():
-        slots = {
-            index: {name: store.transfers.full(v).cpu() if isinstance(v, DTensor) else v for name, v in one.items()}
-            for index, one in state["state"].items()
-        }
-    return {**state, "state": slots}
+        return _replace_in_slots(state, lambda value: store.transfers.full(value).cpu())
 
 
 def _calling_functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:
