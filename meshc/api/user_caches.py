@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.nn.functional as F
@@ -13,18 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import InputError
-from meshc.frontend.libraries.stock_caches import ATTENTION, STATES, WINDOW
+from meshc.frontend.libraries.stock_caches import STATES, LayerParts, layer_parts
 from meshc.frontend.padded_sizes import capacity_of
 from meshc.lazy_module import LazyModule
 
 if TYPE_CHECKING:
     from meshc.frontend.libraries import padded_caches
-    from meshc.runtime.run import cache_layers, state_layers, window_layers
+    from meshc.runtime.run import cache_layers
 else:
     padded_caches = LazyModule("meshc.frontend.libraries.padded_caches")
     cache_layers = LazyModule("meshc.runtime.run.cache_layers")
-    state_layers = LazyModule("meshc.runtime.run.state_layers")
-    window_layers = LazyModule("meshc.runtime.run.window_layers")
 
 TAKEN: Final = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
 """Classes of transformers' layers of caches that hold keys and values and nothing else, or nothing."""
@@ -110,8 +107,8 @@ def capacity_in(buffers: Sequence[Any]) -> int | None:
     """How many tokens the buffers have room for; None where all that there is are states, or windows."""
     is_pair = buffers and isinstance(buffers[0], list) and buffers[0] and isinstance(buffers[0][0], list)  # with an encoder's
     layers = buffers[0] if is_pair else buffers
-    pairs = (layer.get(ATTENTION) if isinstance(layer, dict) else layer for layer in layers)
-    return next((int(pair[0].shape[2]) for pair in pairs if pair), None)
+    parts = map(layer_parts, layers)
+    return next((int(each.pair[0].shape[2]) for each in parts if each.pair and not each.is_window), None)
 
 
 def _build_buffers(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> tuple[list[Any], int | None]:
@@ -119,20 +116,10 @@ def _build_buffers(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: i
     layers = [layer if _is_ours(layer) else _layer_on_mesh(layer, mesh, most) for layer in cache.layers]
     have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer) and not _is_window(layer)), 0)
     windows = [layer for layer in layers if _is_window(layer)]
-    first, room = window_layers.window_extent(windows, tokens) if windows else (None, 0)
+    first, room = cache_layers.window_extent(windows, tokens) if windows else (None, 0)
     capacity = capacity_of(tokens, have, most)
-    found = [{WINDOW: [*one.rebase_buffers(rows, room, first)]} if _is_window(one) else _as_input(one, rows, capacity) for one in layers]
-    return found, first
-
-
-def _as_input(layer: Any, rows: int, capacity: int) -> list[Any] | dict[str, Any]:
-    """As `padded_caches.call` takes what a layer holds that has no window."""
-    if not _is_ours(layer):
-        return []
-    pair = [*layer.fit_buffers(rows, capacity)] if _attends(layer) else []
-    if not keeps_states(layer):
-        return pair
-    return {**layer.states_of(rows), **({ATTENTION: pair} if pair else {})}
+    kept = [(one.tree(rows, room, first) if _is_window(one) else one.tree(rows, capacity)) if _is_ours(one) else [] for one in layers]
+    return kept, first
 
 
 def _longest(cache: Any) -> int:
@@ -181,17 +168,14 @@ def _layer_on_mesh(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
     tables = {name: table for name, table in tables.items() if table}
     if not _attends(layer):
-        return state_layers.RecurrentStateLayer(tables, rows_of_states(tables), 1) if tables else layer
+        return cache_layers.layer_on_mesh(LayerParts((), tables), rows_of_states(tables), 1) if tables else layer
     length, window = int(layer.get_seq_length()), _window_of(layer)
-    if window is not None:
-        last = [_everywhere(tensor[:, :, :length], mesh) for tensor in (layer.keys, layer.values)]
-        return window_layers.WindowLayer(last, len(layer.keys), length, window, length - last[0].shape[2], _since(layer, length))
-    found = [_fit_to_length(tensor, length) for tensor in (layer.keys, layer.values)]
-    parts = [each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found]
-    how: dict[str, Any] = dict(
-        buffers=parts, rows=int(layer.keys.shape[0]), length=length, is_sliding=getattr(layer, "is_sliding", False), max_length=most
-    )
-    return state_layers.MixedStateLayer(tables, **how) if tables else cache_layers.CacheLayer(**how)
+    found = [x[:, :, :length] if window is not None else _fit_to_length(x, length) for x in (layer.keys, layer.values)]
+    parts = LayerParts([each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found], tables or None)
+    return cache_layers.layer_on_mesh(
+        parts, int(layer.keys.shape[0]), length, first=length - found[0].shape[2], window=window, since=_since(layer, length),
+        is_sliding=getattr(layer, "is_sliding", False), max_length=most,
+    )  # fmt: skip
 
 
 def _plain_states(layer: Any, name: str) -> dict[int, Tensor]:
@@ -234,33 +218,22 @@ def write_back(cache: Any, left: Sequence[Any], rows: int, length: int, source: 
 
 
 def _write_back_cache(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) -> None:
-    most, left_as = _longest(cache), _layer_builder()
+    most = _longest(cache)
     before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
-    cache.layers[:] = [left_as(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
+    cache.layers[:] = [_layer_of(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
     begun = [layer for layer, old in zip(cache.layers, before, strict=True) if _is_window(layer) and not _is_ours(old)]
     if begun:
-        window_layers.drop_unseen_tokens(begun)
+        cache_layers.drop_unseen_tokens(begun)
 
 
-@cache
-def _layer_builder() -> Callable[[Any, Any, int, int, int, int], Any]:
-    """A function that builds a cache layer of a call's output buffers, the old layer, rows, length, first token and largest length; without
-    buffers it returns the old layer."""
-    def build_layer(held: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
-        if not held:
-            return old
-        if type(old) is cache_layers.CacheLayer and isinstance(held, list):
-            old.buffers, old.rows, old.length, old.max_length = (held[0], held[1]), rows, length, most
-            return old
-        slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
-        if window is not None:
-            pair = held if isinstance(held, list) else held[WINDOW]
-            return window_layers.WindowLayer(pair, rows, length, window, first, _since(old, 0))
-        if isinstance(held, list):
-            return cache_layers.CacheLayer(held, rows, length, slides, most)
-        pair, states = held.get(ATTENTION), {name: table for name, table in held.items() if name != ATTENTION}
-        if pair is None:
-            return state_layers.RecurrentStateLayer(states, rows, length)
-        return state_layers.MixedStateLayer(states, pair, rows, length, slides, most)
-
-    return build_layer
+def _layer_of(held: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
+    """The layer of what a call has left in the place of `old`, which stays where it has left nothing."""
+    if not held:
+        return old
+    if type(old) is cache_layers.CacheLayer and isinstance(held, list):
+        old.buffers, old.rows, old.length, old.max_length = (held[0], held[1]), rows, length, most
+        return old
+    return cache_layers.layer_on_mesh(
+        layer_parts(held), rows, length, first=first, window=_window_of(old), since=_since(old, 0),
+        is_sliding=bool(getattr(old, "is_sliding", False)), max_length=most,
+    )  # fmt: skip

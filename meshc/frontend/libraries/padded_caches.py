@@ -34,7 +34,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 from meshc.errors import CaptureError
-from meshc.frontend.libraries.stock_caches import ATTENTION, BEGIN, LENGTH, NAMES, STATES, WINDOW
+from meshc.frontend.libraries.stock_caches import BEGIN, LENGTH, NAMES, STATES, layer_parts, layer_tree
 
 TWICE: Final = (
     "a layer of this cache is written to twice in one call, with keys of an encoder's outputs beside those of the tokens"
@@ -193,27 +193,19 @@ def _by_kind(config: Any) -> list[Any]:
 
 
 def _cache(layers: Sequence[Any] | None, length: Tensor | int, first: Tensor | int) -> PaddedCache:
-    return PaddedCache(None if layers is None else [_layer(_to_write_to(held), length, first) for held in layers])
+    return PaddedCache(None if layers is None else [_layer(held, length, first, copies=True) for held in layers])
 
 
-def _to_write_to(held: Any) -> Any:
-    """A layer's buffers with states copied: a model writes to its states in place, and a program leaves its inputs unchanged."""
-    if not isinstance(held, Mapping):
-        return held
-    copies = {name: {number: state.clone() for number, state in held[name].items()} for name in STATES if name in held}
-    return {**held, **copies}
-
-
-def _layer(held: Any, length: Tensor | int = 0, first: Tensor | int = 0) -> Any:
-    """The cache layer for [keys, values]; for a window's; for tables of states, with or without keys and values; for nothing."""
-    if isinstance(held, Mapping):
-        if WINDOW in held:
-            keys, values = held[WINDOW]
-            return PaddedLayer(keys, values, length, first)
-        states = {name: held[name] for name in STATES if name in held}
-        count = max([1, *[len(table) for table in states.values()]])
-        return MixedLayer(count, states, held[ATTENTION], length) if ATTENTION in held else StateLayer(count, states)
-    return PaddedLayer(held[0], held[1], length) if held else DummyLayer()
+def _layer(held: Any, length: Tensor | int = 0, first: Tensor | int = 0, copies: bool = False) -> Any:
+    """The cache layer of what a call takes. copies: of states, which a model writes to in place, while a program leaves its inputs as they
+    are."""
+    pair, states, is_window = layer_parts(held)
+    if states is None:
+        return PaddedLayer(pair[0], pair[1], length, first if is_window else None) if pair else DummyLayer()
+    if copies:
+        states = {name: {number: state.clone() for number, state in table.items()} for name, table in states.items()}
+    count = max([1, *[len(table) for table in states.values()]])
+    return MixedLayer(count, states, pair, length) if pair else StateLayer(count, states)
 
 
 def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
@@ -229,9 +221,9 @@ def flatten(cache: PaddedCache) -> tuple[list[object], None]:
 def layer_buffers(layer: Any) -> list[Any] | dict[str, Any]:
     """A layer's buffers, in the form that `call` takes."""
     pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
-    if not isinstance(layer, StateLayer):
-        return {WINDOW: pair} if pair and layer.is_sliding else pair
-    return {**layer.states_by_kind(), ATTENTION: pair} if pair else layer.states_by_kind()
+    if isinstance(layer, StateLayer):
+        return layer_tree(pair, layer.states_by_kind())
+    return layer_tree(pair, is_window=bool(pair) and layer.is_sliding)
 
 
 def unflatten(layers: Sequence[Any], _: object) -> PaddedCache:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +38,35 @@ LAYERS: Final = ("DummyLayer", "LinearAttentionCacheLayerMixin", ASKED)
 """Classes and functions of `transformers.cache_utils` that padded caches need: all there from release 5.23 on."""
 Kinds = tuple[list[str], list[dict[str, Any]] | dict[str, Any]]
 """The kind of each layer's cache, and its class's arguments; before release 5.23 one dict for all layers."""
+
+
+class LayerParts(NamedTuple):
+    """What one layer of a cache holds: keys and values, if it attends, and states by kind and number, if it has a recurrence.
+
+    is_window  its keys and values are those of the last tokens alone
+    """
+
+    pair: Sequence[Any] = ()
+    states: Mapping[str, Mapping[int, Any]] | None = None
+    is_window: bool = False
+
+
+def layer_tree(
+    pair: Sequence[Any], states: Mapping[str, Mapping[int, Any]] | None = None, is_window: bool = False
+) -> list[Any] | dict[str, Any]:
+    """A layer's parts as a call takes and leaves them: [k, v], {"window": [k, v]}, or {"conv_states": {0: c}, .., "attention": [k, v]}."""
+    if states is not None:
+        return {**states, ATTENTION: [*pair]} if pair else {**states}
+    return {WINDOW: [*pair]} if pair and is_window else [*pair]
+
+
+def layer_parts(held: Any) -> LayerParts:
+    """The parts of `layer_tree`."""
+    if not isinstance(held, Mapping):
+        return LayerParts(held)
+    if WINDOW in held:
+        return LayerParts(held[WINDOW], is_window=True)
+    return LayerParts(held.get(ATTENTION, ()), {name: held[name] for name in STATES if name in held})
 
 
 def can_be_padded() -> bool:

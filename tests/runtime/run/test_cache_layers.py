@@ -1,4 +1,4 @@
-"""Buffers of sliding windows between calls: where they begin, and how many places they have."""
+"""Layers of caches between calls: where buffers of sliding windows begin, and how many places they have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshc.runtime.run.window_layers import WindowLayer, window_extent
+from meshc.runtime.run.cache_layers import WindowLayer, window_extent
 
 
 def test_a_full_buffer_moves_what_the_window_still_shows_to_its_front() -> None:
