@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from meshc.ir.functions import Function
 from meshc.ir.schemas import RESHAPES, arguments_by_name
 from meshc.private import TorchDispatchMode
 
@@ -60,38 +59,53 @@ class NotRows(Exception):
     """Raised where an expert's forward is not known to compute each row independently; the text says why."""
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A value of the tape, by number: 0 is the expert's input rows."""
+class Name(NamedTuple):
+    """A value by name."""
 
-    number: int
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the expert, by the attributes that lead to it."""
-
-    path: tuple[str, ...]
+    name: str
 
 
-class TapeStep(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen dataclass holds
-    function: Function
-    args: tuple[object, ...]
-    kwargs: tuple[tuple[str, object], ...]
-    result: object
+class Call(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen dataclass holds
+    """A call of values."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+def map_values(x: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure of tuples, lists and slices with `change` applied to each value."""
+    if isinstance(x, tuple | list) and not isinstance(x, Name | Call):
+        return type(x)([map_values(each, change) for each in x])
+    return slice(*[map_values(each, change) for each in (x.start, x.stop, x.step)]) if isinstance(x, slice) else change(x)
+
+
+def evaluate(value: Any, named: Callable[[str], Any]) -> Any:
+    """What a `Name`, a `Call`, or a structure of these is, by the values of names."""
+
+    def change(x: Any) -> Any:
+        if isinstance(x, Call):
+            return change(x.function)(*evaluate(x.args, named), **dict(evaluate(x.kwargs, named)))
+        return named(x.name) if isinstance(x, Name) else x
+
+    return map_values(value, change)
+
+
+ROW_INPUT: Final = Name("input rows")
+"""The input rows of one expert."""
 
 
 @dataclass(frozen=True)
 class Tape:
-    """steps    calls in order
+    """steps    names of results, and calls of them, of `ROW_INPUT` and of parameters by their names, in order
     result   the expert's output
     weights  paths of the parameters that are read
     draws    the forward has active dropout
     writes   the forward changes values in place
     """
 
-    steps: tuple[TapeStep, ...]
-    result: Ref
+    steps: tuple[tuple[Any, Call], ...]
+    result: Name
     weights: tuple[tuple[str, ...], ...]
     draws: bool
     writes: bool
@@ -122,12 +136,12 @@ def _record_run(expert: nn.Module, width: int) -> Tape:
     noted, proof = _TapeRecorder({id(blank[name]): name for name, _ in expert.named_parameters()}), RowProof()
     with torch.no_grad(), proof:
         rows = torch.empty(ROWS, width, dtype=dtype, device="meta")
-        noted.give(rows)
+        noted.give(rows, ROW_INPUT)
         with noted:
             made = functional_call(expert, blank, (rows,))
-    if not isinstance(made, Tensor) or made.dim() != 2 or made.shape[0] != ROWS or id(made) not in noted.numbers:
+    if not isinstance(made, Tensor) or made.dim() != 2 or made.shape[0] != ROWS or id(made) not in noted.names:
         raise NotRows("it gives something else than a row for each row")
-    return Tape(tuple(noted.steps), Ref(noted.numbers[id(made)]), tuple(dict.fromkeys(noted.read)), proof.draws, proof.writes)
+    return Tape(tuple(noted.steps), noted.names[id(made)], tuple(dict.fromkeys(noted.read)), proof.draws, proof.writes)
 
 
 class _TapeRecorder(TorchFunctionMode):
@@ -136,15 +150,15 @@ class _TapeRecorder(TorchFunctionMode):
     def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.numbers: dict[int, int] = {}
+        self.names: dict[int, Name] = {}
         self.kept: list[Tensor] = []
-        self.steps: list[TapeStep] = []
+        self.steps: list[tuple[Any, Call]] = []
         self.read: list[tuple[str, ...]] = []
 
-    def give(self, made: Tensor) -> Ref:
+    def give(self, made: Tensor, name: Name | None = None) -> Name:
         self.kept.append(made)  # kept alive, so that no other tensor has its id
-        self.numbers[id(made)] = len(self.kept) - 1
-        return Ref(len(self.kept) - 1)
+        self.names[id(made)] = name or Name(f"value {len(self.kept)}")
+        return self.names[id(made)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -157,20 +171,19 @@ class _TapeRecorder(TorchFunctionMode):
         given = tuple(self._operand(value, func, whole and place > 0) for place, value in enumerate(args))
         named = tuple((name, self._operand(value, func, whole)) for name, value in (kwargs or {}).items())
         result = [self.give(each) for each in found]
-        self.steps.append(TapeStep(func, given, named, result[0] if isinstance(made, Tensor) else tuple(result)))
+        self.steps.append((result[0] if isinstance(made, Tensor) else result, Call(func, given, named)))
         return made
 
     def _operand(self, value: object, func: Any, weight: bool) -> object:
         if isinstance(value, Tensor):
-            if id(value) in self.numbers:
-                return Ref(self.numbers[id(value)])
+            if id(value) in self.names:
+                return self.names[id(value)]
             name = self.parameters.get(id(value))
             if name is None or not weight:
                 what = f"its parameter {name}" if name else "a tensor of its own"
                 raise NotRows(f"{getattr(func, '__name__', func)} reads {what}; weights are those of nn.Linear and F.linear")
-            path = tuple(name.split("."))
-            self.read.append(path)
-            return Weight(path)
+            self.read.append(tuple(name.split(".")))
+            return Name(name)
         if isinstance(value, list | tuple):
             return tuple(self._operand(each, func, False) for each in value)
         if isinstance(value, int) and not isinstance(value, bool) and value == ROWS:
@@ -248,35 +261,22 @@ class RowProof(TorchDispatchMode):
         return False
 
 
-def play(
-    tape: Tape, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Callable[[Weight], Tensor]
-) -> Tensor:
+def play(tape: Tape, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Callable[[str], Tensor]) -> Tensor:
     """The expert's output for rows [n, h]. `product(rows, matrices, bias)` takes matrices [experts, in, out] and biases [experts, out]."""
-    values: dict[int, Any] = {0: rows}
-    for step in tape.steps:
-        args = [_resolve(each, values, weight) for each in step.args]
-        kwargs = {name: _resolve(each, values, weight) for name, each in step.kwargs}
-        if any(isinstance(each, Weight) for each in (*step.args, *(value for _, value in step.kwargs))):
+    values: dict[str, Any] = {ROW_INPUT.name: rows}
+
+    def value_of(name: str) -> Any:
+        return values[name] if name in values else weight(name)
+
+    for result, call in tape.steps:
+        if any(isinstance(each, Name) and each.name not in values for each in (*call.args, *(value for _, value in call.kwargs))):
+            args, kwargs = evaluate(call.args, value_of), dict(evaluate(call.kwargs, value_of))
             x, matrices = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            made: Any = product(x, matrices.transpose(1, 2) if step.function is F.linear else matrices, bias)
+            made: Any = product(x, matrices.transpose(1, 2) if call.function is F.linear else matrices, bias)
         else:
-            made = step.function(*args, **kwargs)
-        if isinstance(step.result, Ref):
-            values[step.result.number] = made
-        else:
-            assert isinstance(step.result, tuple)
-            for ref, each in zip(step.result, made, strict=True):
-                values[ref.number] = each
-    found: Tensor = values[tape.result.number]
+            made = evaluate(call, value_of)
+        for name, each in ((result, made),) if isinstance(result, Name) else zip(result, made, strict=True):
+            values[name.name] = each
+    found: Tensor = values[tape.result.name]
     return found
-
-
-def _resolve(value: object, values: Mapping[int, Any], weight: Callable[[Weight], Tensor]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.number]
-    if isinstance(value, Weight):
-        return weight(value)
-    if isinstance(value, tuple):
-        return tuple(_resolve(each, values, weight) for each in value)
-    return value

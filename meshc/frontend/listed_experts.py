@@ -6,7 +6,7 @@
 A loop is replaced if every statement of it is understood (`loop_of`), the experts have equal structure, and their forward computes
 each row independently (`expert_tape.py`). Parameters stay the experts' own, and are stored as the plan says; where axes split the experts,
 a rank takes its own part of the stack. Where the loop writes its experts out, by rows of stacked weights, the stack is the parameter
-(`inline_experts.py`). Some stock layers are recognised by class (`known_experts.py`).
+(`OneExpert`). Some stock layers are recognised by class (`known_experts.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_placement import copies_per_rank, expert_slots_of, is_stock
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
-from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
-from meshc.frontend.inline_experts import InlineReader, OneExpert, stacked_parameters
+from meshc.frontend.expert_tape import NotRows, Tape, evaluate, play, record
 from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS, class_name
-from meshc.frontend.loop_reader import CALL, Loop, LoopReader, compile_body
+from meshc.frontend.loop_reader import CALL, Loop, LoopReader, OneExpert, compile_body, stacked_parameters
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
 ZEROS: Final = "have gradients of zeros"
@@ -185,11 +184,9 @@ def _differ(one: nn.Module, other: nn.Module) -> str | None:
     return next((found for name in mine if (found := _differ(mine[name], theirs[name])) is not None), None)
 
 
-def _add_experts(
-    loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor
-) -> Tensor:
+def _add_experts(loop: Loop, tape: Tape, module: nn.Module, values: dict[str, Any], before: Tensor) -> Tensor:
     """The call in the place of the loop: adds to `before` the weighted sum of the outputs of x [.., h]'s chosen experts, choices [..,
-    k]."""
+    k]. `values`: of the forward, by name."""
     experts = loop.count(module)
     form: ExpertForm = getattr(module, FORM, ExpertForm())
     if tape.draws and form.count > 1:
@@ -197,6 +194,7 @@ def _add_experts(
             "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
             "what to do: a dropout of 0 inside experts, or no axis that splits them"
         )
+    x, choice, weights = evaluate(loop.values, {"self": module, **values}.__getitem__)
     tokens, where = x.reshape(-1, x.shape[-1]), expert_slots_of(module)
     slots = None if where is None else where.slots
     if loop.single and choice is not None and choice.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
@@ -206,7 +204,7 @@ def _add_experts(
         )
     choice, weights = _choices(loop, choice, weights, tokens, experts)
 
-    def weight(which: Weight) -> Tensor:
+    def weight(which: str) -> Tensor:
         if loop.inline is not None:
             return _attribute(module, which)
         stacked = torch.stack([_attribute(each, which) for each in loop.experts(module)])
@@ -245,20 +243,20 @@ def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: 
 
 def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor, experts: int) -> Tensor:
     """The weight of each choice [t, k]. Raises CaptureError for weights of another shape."""
-    if weights is None or loop.weights is None:
+    if weights is None:
         return torch.ones_like(choice, dtype=tokens.dtype)
-    wanted = {"choice": choice.numel(), "token": choice.shape[0], "expert": choice.shape[0] * experts}[loop.weights]
-    if weights.numel() != wanted or (loop.weights == "token" and choice.shape[1] != 1):
+    wanted = {"choice": choice.numel(), "token": choice.shape[0], "expert": choice.shape[0] * experts}[str(loop.by)]
+    if weights.numel() != wanted or (loop.by == "token" and choice.shape[1] != 1):
         raise CaptureError(
             f"the loop over experts at line {loop.line} has choices {list(choice.shape)} and weights {list(weights.shape)}; "
             "what to do: a weight for each choice, weights[token, slot, None]"
         )
-    if loop.weights == "expert":
+    if loop.by == "expert":
         return weights.reshape(-1, experts).gather(1, choice.clamp(0, experts - 1))
     return weights.reshape(choice.shape)
 
 
-def _replay_tape(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: Layout) -> Tensor:
+def _replay_tape(tape: Tape, weight: Callable[[str], Tensor], x: Tensor, layout: Layout) -> Tensor:
     rows = layout.to(x)
     groups = rows.shape[:-1]
 
@@ -283,8 +281,8 @@ def _as_linear(x: Tensor) -> Tensor:
     return x
 
 
-def _attribute(module: Any, which: Weight) -> Tensor:
-    for name in which.path:
+def _attribute(module: Any, which: str) -> Tensor:
+    for name in which.split("."):
         module = getattr(module, name)
     found: Tensor = module
     return found
@@ -300,12 +298,8 @@ def loop_of(module: nn.Module) -> Loop | None:
         return None
     held = [module, *module.children()]
     lists = any(isinstance(each, nn.ModuleList | nn.ModuleDict) and len(each) > 1 for each in held)
-    weights = stacked_parameters(module)
-    tree = _tree(function) if lists or weights else None
-    if tree is None:
-        return None
-    found = LoopReader(module, function, tree).loop() if lists else None
-    return InlineReader(module, function, tree).loop() if found is None and weights else found
+    tree = _tree(function) if lists or stacked_parameters(module) else None
+    return None if tree is None else LoopReader(module, function, tree).loop()
 
 
 @cache

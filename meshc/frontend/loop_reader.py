@@ -6,47 +6,63 @@
 
       is      out = out + sum over the slots of a token: its weight there times the output of the expert that it has chosen there
 
+An expert may be written out in the loop, by rows of stacked parameters: its statements are its forward.
+
+    rows = x[token]                                            made 0 = F.linear(rows, self.gate_up_proj of one expert)
+    gate, up = F.linear(rows, self.gate_up_proj[e]).chunk(2)   made 1 = made 0 .chunk(2)  ..
+
 An expert may also be given all tokens, where gates or masks make the output zero for tokens that have not chosen it:
 
     for i, expert in enumerate(self.experts):      out = out + gates[..., i : i + 1] * expert(x)
                                                    out = out + torch.where((choice == i).any(-1, keepdim=True), expert(x), 0) * ..
 
-Each statement of the loop must be one that this file understands; then the loop is replaced by one call, and everything else of the
-function stays the user's. A loop with any other statement is left as it is, for torch to trace or to refuse with its line.
+The loop's body runs once, on symbols (`loop_terms.py`): no module or function of the user's is called, and each operation must have a
+meaning there. Then the loop is replaced by one call, and everything else of the function stays the user's. A loop with any other
+operation is left as it is, for torch to trace or to refuse with its line.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import copy
+from dataclasses import dataclass, replace
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from meshc.frontend.loop_terms import NotUnderstood, Term, Terms, count_numbered, is_call, is_zero, names_of, path_of
+from meshc.frontend.expert_tape import ROW_INPUT, Call, Name, evaluate
+from meshc.frontend.loop_terms import PLAIN, SELF, NotUnderstood, Symbol, Term, Terms, count_numbered
 
 CALL: Final = "_meshc_experts"
-"""The attribute of a module whose call replaces the loop: CALL(x, choice, weights, sum so far), which adds to the sum."""
+"""The attribute of a module whose call replaces the loop: CALL(values by name, sum so far), which adds to the sum."""
+ITEMS: Final = "_meshc_items"
+ONCE: Final = "_meshc_once"
+"""Functions that a statement calls while it runs on symbols."""
 
 
 @dataclass(frozen=True)
 class Inline:
-    """weights  names of the module's stacked parameters [experts, ..] that the loop's expert reads
-    made     the expert's output, as a function of (a module with its weights, rows)
+    """weights  names of the module's stacked parameters [experts, .., ..] that the loop's expert reads
+    steps    of the expert, (name of a value, call); made: the name of its output
     """
 
     weights: tuple[str, ...]
-    made: FunctionType
+    steps: tuple[tuple[str, Call], ...]
+    made: Name
 
 
 @dataclass(frozen=True)
 class Loop:
-    """container  attributes from the module to the container of its experts
+    """container  the container of its experts, as a value of the forward
     key        prefix of the experts' names in the container; None: they are numbered
-    weights    "choice": [tokens, choices]; "token": [tokens] or [tokens, 1], which have one choice; "expert": [tokens, experts]; None: 1
+    by         the layout of the weights: "choice": [tokens, choices]; "token": [tokens] or [tokens, 1], which have one choice; "expert":
+               [tokens, experts]; None: 1
+    values     all rows, choices, weights, as values of the forward; None: there are none
     one_hot    choices are one-hot rows, or rows of zeros
     skips      an expert that is not chosen is not called, so that torch gives it no gradient at all
     once       where a token has chosen an expert more than once, only the last such choice counts
@@ -58,9 +74,10 @@ class Loop:
     inline     the expert that the loop itself writes out; None: experts are modules
     """
 
-    container: tuple[str, ...]
+    container: Any
     key: str | None
-    weights: str | None
+    by: str | None
+    values: tuple[Any, ...]
     one_hot: bool
     skips: bool
     once: bool
@@ -77,10 +94,37 @@ class Loop:
 
     def experts(self, module: Any) -> list[nn.Module]:
         """The experts, if they are modules."""
-        held: Any = module
-        for name in self.container:
-            held = getattr(held, name)
+        held = evaluate(self.container, {"self": module}.__getitem__)
         return [*held] if self.key is None else [held[f"{self.key}{number}"] for number in range(count_numbered(held, self.key))]
+
+
+class OneExpert(nn.Module):
+    """The expert that a loop writes out, as a module: stacked weights are one expert's, without values."""
+
+    def __init__(self, module: nn.Module, inline: Inline) -> None:
+        super().__init__()
+        self.__dict__.update(_module=module, _inline=inline)
+        for name in inline.weights:
+            whole = module.get_parameter(name)
+            one = torch.empty(whole.shape[1:], dtype=whole.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(one, whole.requires_grad))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        inline: Inline = self.__dict__["_inline"]
+        values = {
+            "self": self.__dict__["_module"],
+            ROW_INPUT.name: rows,
+            **{f"self.{name}": getattr(self, name) for name in inline.weights},
+        }
+        for name, call in inline.steps:
+            values[name] = evaluate(call, values.__getitem__)
+        made: Tensor = evaluate(inline.made, values.__getitem__)
+        return made
+
+
+def stacked_parameters(module: nn.Module) -> dict[str, int]:
+    """Number of experts by name, of the module's own parameters that may be experts' matrices [experts, .., ..]."""
+    return {name: each.shape[0] for name, each in module._parameters.items() if each is not None and each.dim() == 3 and each.shape[0] > 1}
 
 
 def compile_body(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType) -> CodeType:
@@ -93,78 +137,107 @@ def compile_body(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionT
 
 
 class LoopReader(Terms):
-    """Reads one function. skips, once, single: as in `Loop`; added: (name of the sum, term added to it); written: values are assigned, not
-    added; past: a number that is no expert's, which the loop skips; distinct: names of choices in which no token has an expert twice."""
+    """Reads one function. values: what each of its names is, in front of the statement that is read; outside: likewise the file's names."""
 
-    def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef, case: str = "full") -> None:
+        super().__init__(module, stacked_parameters(module), case)
         self.function, self.tree = function, tree
-        outside = {name: function.__globals__.get(name) for name in names_of(tree) - {*function.__code__.co_varnames}}
-        self.numbers = {name: value for name, value in outside.items() if isinstance(value, int)}
-        self.skips = self.once = self.single = self.written = False
-        self.added: tuple[str, Term] | None = None
-        self.past: object = None
-        self.distinct: set[str] = set()
+        own = function.__code__.co_varnames
+        self.values: dict[str, Any] = {name: self.outer(name) for name in own}
+        self.values["self"] = Symbol(self, Term("free", SELF, leaves=frozenset(["self"]), held=module))
+        file = {name: function.__globals__[name] for name in names_of(tree) - {*own} if name in function.__globals__}
+        self.outside = {name: self.constant(value, value) for name, value in file.items()}
+        named = {
+            "range": range,
+            "str": format,
+            "int": int,
+            "len": self.length,
+            "enumerate": self.enumerate_experts,
+            "__import__": __import__,
+        }
+        self.outside["__builtins__"] = {**named, ITEMS: self.items, ONCE: self.targets}
 
     def loop(self) -> Loop | None:
-        places = [place for place, each in enumerate(self.tree.body) if isinstance(each, ast.For)]
-        for place in places:
-            reader = type(self)(self.module, self.function, self.tree)
+        for place in [place for place, each in enumerate(self.tree.body) if isinstance(each, ast.For)]:
             try:
-                return reader.read_loop(place)
-            except NotUnderstood:
+                return self.read_loop(place)
+            except Exception:  # of the user's own code too, which is not made for symbols
                 continue
         return None
 
-    def read_loop(self, place: int) -> Loop:
+    def run_until(self, place: int, case: str) -> tuple[LoopReader, dict[str, Any]]:
+        """A reader that has run the loop, with what names were in front of it."""
+        reader = LoopReader(self.module, self.function, self.tree, case)
         for statement in self.tree.body[:place]:
-            self.before(statement)
+            reader.before(statement)
+        before, values, loop = dict(reader.values), dict(reader.values), self.tree.body[place]
+        for name in stored_names(loop):  # what an iteration leaves to the next is none of its values, but for the sum
+            if not isinstance(x := before[name], Symbol) or x._term.kind != "zeros":
+                del values[name]
+        reader.inside = True
+        reader.values = reader.run(loop, values)
+        return reader, before
+
+    def read_loop(self, place: int) -> Loop:
         found = self.tree.body[place]
         assert isinstance(found, ast.For)
-        self.within = {each.id for each in ast.walk(found) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-        self.header(found)
-        self.body(found.body)
-        if self.added is None or self.container is None:
+        read, before = self.run_until(place, "full")
+        if any(self.run_until(place, case)[0].added is not None for case in read.asked):
+            raise NotUnderstood
+        return read.describe_loop(place, found, before)
+
+    def describe_loop(self, place: int, found: ast.For, before: dict[str, Any]) -> Loop:
+        if self.added is None:
             raise NotUnderstood
         into, value = self.added
         if "all" in value.more and "masked" not in value.more:
-            self.choice = ast.Constant(None)  # all experts are added, whatever is chosen
-        if self.choice is None:
+            self.choice = None  # all experts are added, whatever is chosen
+        elif self.choice is None:
             raise NotUnderstood
-        start = self.known.get(into, Term("free"))
-        if start.kind != "zeros" or value.kind not in ("made", "weighed") or "blank" in start.more and not self.written:
+        name, last = into.value.name, self.values[into.value.name]._term
+        x, weights = (*value.of, None)[:2]
+        read = [each for each in (x, self.choice, weights) if each is not None]
+        leaves = {leaf for each in read for leaf in each.leaves if leaf.partition(".")[0] != "self"}
+        if last is not into and last.of[:1] != (into,) or name in leaves or "blank" in into.more and not self.written:
             raise NotUnderstood
         others = [*self.tree.body[:place], *self.tree.body[place + 1 :]]
         behind = {name for statement in self.tree.body[place + 1 :] for name in names_of(statement)}
-        if behind & (self.within - {into}) or any(self.calls_experts(each) for each in others):
+        if behind & (stored_names(found) - {name}) or any(self.reads_experts(each) for each in others):
             raise NotUnderstood
-        x, *weights = value.of
-        call = self.call(found, into, x, weights[0] if weights else ast.Constant(None))
-        hits = {name for name in names_of(found) if self.known.get(name, Term("")).kind in ("hits", "counts")}
-        before = [self.without_hits(each, hits, behind) for each in self.tree.body[:place]]
-        body = [*(each for each in before if each is not None), call, *self.tree.body[place + 1 :]]
-        of = value.more[0] if weights and value.more else None  # the layout of weights, as in `Loop.weights`
-        assert of is None or isinstance(of, str)
-        of_all = "all" in value.more and not self.skips
-        flags = (self.one_hot, self.skips, self.once, self.single, "blank" in start.more, of_all)
-        return Loop(self.container, self.key, of, *flags, found.lineno, self.compile_function(body), self.inline(value))
+        kinds = {each: before[each]._term.kind for each in names_of(found) if isinstance(before.get(each), Symbol)}
+        hits = {each for each, kind in kinds.items() if kind in ("hits", "counts")}
+        kept = [self.without_hits(each, hits, behind) for each in self.tree.body[:place]]
+        body = [*(each for each in kept if each is not None), _call_statement(found, sorted(leaves), name), *self.tree.body[place + 1 :]]
+        code = compile_body(self.tree, body, self.function)
+        forward = FunctionType(code, self.function.__globals__, self.function.__name__, self.function.__defaults__)
+        forward.__kwdefaults__ = self.function.__kwdefaults__
+        skips = "empty" in self.asked or "hits" in kinds.values()
+        by = None if weights is None else str(value.more[0])
+        values = tuple(None if each is None else each.value for each in (x, self.choice, weights))
+        container = None if self.container is None else self.container.value
+        flags = (self.one_hot, skips, self.once, self.single, "blank" in into.more, "all" in value.more and not skips)
+        return Loop(container, self.key, by, values, *flags, found.lineno, forward, self.inline(value))
 
     def inline(self, value: Term) -> Inline | None:
-        """The part of `value`'s expert that the loop itself writes out; None: the expert is a module. Raises NotUnderstood."""
-        held: Any = self.module
-        for name in self.container or ():
-            held = getattr(held, name)
-        if self.past not in (None, len(held) if self.key is None else count_numbered(held, self.key)):
+        """The expert of `value` that the loop itself writes out; None: the expert is a module. Raises NotUnderstood."""
+        inside = None if self.container is not None else Inline(tuple(self.weights), tuple(self.steps), value.value)
+        counts = {self.stacked[name] for name in self.weights}
+        if self.container is not None:
+            counts = {count_numbered(self.container.held, self.key)}
+        known = {each for each in (self.expected, self.past) if each is not None}
+        if len(counts) != 1 or not known <= counts or inside is None and self.steps:
             raise NotUnderstood
-        return None
+        return inside
 
-    def calls_experts(self, statement: ast.stmt) -> bool:
+    def reads_experts(self, statement: ast.stmt) -> bool:
         """Whether a statement outside of the loop reads the experts, other than their number."""
-        counted = {id(each.args[0]) for each in ast.walk(statement) if is_call(each, "len") and each.args}
+        container = SELF if self.container is None else self.container.value
+        calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "len"]
+        counted = {id(argument) for each in calls for argument in each.args}
         read: list[ast.expr] = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute)]
-        if self.container == ():
+        if container == SELF:
             read = [each.value for each in ast.walk(statement) if isinstance(each, ast.Subscript)]
-        return any(id(each) not in counted for each in read if path_of(each) == self.container)
+        return any(id(each) not in counted and _value_of(each) == container for each in read)
 
     def without_hits(self, statement: ast.stmt, hits: set[str], behind: set[str]) -> ast.stmt | None:
         """A statement without the computation of chosen experts' numbers, or their counts, which only the loop reads."""
@@ -178,25 +251,17 @@ class LoopReader(Terms):
             raise NotUnderstood
         return statement
 
-    def call(self, found: ast.For, into: str, *given: ast.expr) -> ast.stmt:
-        x, weights = given
-        assert self.choice is not None
-        called = ast.Attribute(ast.Name("self", ast.Load()), CALL, ast.Load())
-        whole = ast.Call(called, [x, self.choice, weights, ast.Name(into, ast.Load())], [])
-        made = ast.copy_location(ast.Expr(whole), found)
-        for each in ast.walk(made):  # all at the line of the loop
-            if isinstance(each, ast.expr | ast.stmt):
-                ast.copy_location(each, found)
-                each.end_lineno, each.end_col_offset = each.lineno, found.col_offset + 1
-        return made
+    # What runs.
 
-    def compile_function(self, body: list[ast.stmt]) -> FunctionType:
-        inner = compile_body(self.tree, body, self.function)
-        made = FunctionType(inner, self.function.__globals__, self.function.__name__, self.function.__defaults__)
-        made.__kwdefaults__ = self.function.__kwdefaults__
-        return made
+    def outer(self, name: str, *more: object) -> Symbol:
+        """A value from outside of the loop, by its name."""
+        return Symbol(self, Term("free", Name(name), more=more, leaves=frozenset([name])))
 
-    # Statements.
+    def run(self, statement: ast.stmt, values: dict[str, Any]) -> dict[str, Any]:
+        """What names are behind a statement, which runs on symbols."""
+        found = dict(values)
+        exec(_compile_for_symbols(statement, self.function.__code__.co_filename), self.outside, found)
+        return found
 
     def before(self, statement: ast.stmt) -> None:
         """Tracks the names that a statement in front of the loop assigns."""
@@ -204,185 +269,112 @@ class LoopReader(Terms):
             for each in statement.body:
                 self.before(each)
             return
-        stored = _changed_names(statement)
-        self.distinct -= stored
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple) and len(statement.targets[0].elts) == 2:
-            chosen = statement.targets[0].elts[1]
-            if isinstance(chosen, ast.Name) and isinstance(statement.value, ast.Call) and _is_topk(statement.value):
-                self.distinct.add(chosen.id)
-        term = Term("free")
-        plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)
-        if plain:
-            assert isinstance(statement, ast.Assign)
-            try:
-                term = self.term(statement.value)
-            except NotUnderstood:
-                term = Term("free")
-            if term.kind == "free" and isinstance(number := self.own_number(statement.value), int):
-                term = Term("number", more=(number,))
-        stale = [name for name, of in self.known.items() if name in stored or any(names_of(each) & stored for each in of.of)]
-        self.known = {name: known for name, known in self.known.items() if name not in stale}
-        if plain and term.kind != "free" and not any(names_of(each) & stored for each in term.of):
-            self.known[next(iter(stored))] = term
-
-    def header(self, found: ast.For) -> None:
-        target, over = found.target, found.iter
-        if found.orelse:
-            raise NotUnderstood
-        if isinstance(target, ast.Name) and isinstance(over, ast.Name) and self.known.get(over.id, Term("")).kind == "hits":
-            self.skips = True
-            self.known[target.id] = Term("index")
-        elif isinstance(target, ast.Name) and is_call(over, "range") and 0 < len(over.args) < 3:
-            if len(over.args) == 2 and self.own_value(over.args[0]) != 0:
-                raise NotUnderstood
-            self.expected = self.own_value(over.args[-1])
-            self.known[target.id] = Term("index")
-        elif isinstance(target, ast.Tuple) and is_call(over, "enumerate") and len(over.args) == 1 and len(target.elts) == 2:
-            number, expert = target.elts
-            if not isinstance(number, ast.Name) or not isinstance(expert, ast.Name):
-                raise NotUnderstood
-            self.holds(path_of(over.args[0]), None)
-            self.known |= {number.id: Term("index"), expert.id: Term("expert")}
-        else:
-            raise NotUnderstood
-
-    def body(self, statements: Sequence[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
-
-    def statement(self, statement: ast.stmt) -> None:
-        if self.added is not None:
-            raise NotUnderstood  # a statement after the sum
-        if isinstance(statement, ast.With) and names_of(statement.items[0].context_expr) == {"torch"}:
-            self.body(statement.body)
-        elif isinstance(statement, ast.If):
-            self.condition(statement)
-        elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Subscript):
-            self.adds(statement.target.value, statement.target.slice, self.term(statement.value), indexed=True)
-        elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Name):
-            self.adds_all(statement.target.id, statement.value)
-        elif isinstance(statement, ast.Assign) and (added := _added_to_itself(statement)) is not None:
-            self.adds_all(*added)
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            self.index_add(statement.value)
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Subscript):
-            self.single = self.written = True  # with several choices, the last expert's value would remain
-            self.adds(statement.targets[0].value, statement.targets[0].slice, self.term(statement.value), indexed=True)
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            self.assign(statement.targets[0], statement.value)
-        elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-            raise NotUnderstood
-
-    def adds_all(self, into: str, added: ast.expr) -> None:
-        """The statement `out = out + value` for all tokens."""
-        value = self.term(added)
-        if value.kind not in ("made", "weighed") or "all" not in value.more or any(into in names_of(each) for each in value.of):
-            raise NotUnderstood
-        self.once = "masked" in value.more and "choice" not in value.more and not self.is_distinct()
-        self.added = into, value
-
-    def is_distinct(self) -> bool:
-        """Whether the statements in front of the loop show that no token chooses an expert twice."""
-        return isinstance(self.choice, ast.Name) and self.choice.id in self.distinct
-
-    def index_add(self, call: ast.Call) -> None:
-        """`out.index_add_(0, token, value)`"""
-        if not isinstance(call.func, ast.Attribute) or call.func.attr != "index_add_" or call.keywords or len(call.args) != 3:
-            raise NotUnderstood
-        if not isinstance(call.args[0], ast.Constant) or call.args[0].value != 0:
-            raise NotUnderstood
-        self.adds(call.func.value, call.args[1], self.term(call.args[2]), indexed=False)
-
-    def adds(self, into: ast.expr, places: ast.expr, value: Term, indexed: bool) -> None:
-        own = isinstance(into, ast.Name) and not any(into.id in names_of(each) for each in value.of)
-        if not own or "all" in value.more or not self.tokens(places):
-            raise NotUnderstood
-        assert isinstance(into, ast.Name)
-        self.added = into.id, value
-        terms = [self.term(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])]
-        kinds = {each.kind for each in terms}
-        self.single = self.single or "mask" in kinds or any("single" in each.more for each in terms)
-        tokens = "any" in kinds or any("tokens" in each.more for each in terms)
-        slots = any(term.kind == "slot" for term in self.known.values())
-        self.once = (tokens or "expert" in value.more or indexed and slots) and not self.is_distinct()
-
-    def assign(self, target: ast.expr, value: ast.expr) -> None:
-        term = self.term(value)
-        if isinstance(target, ast.Name):
-            self.known[target.id] = term
+        if isinstance(statement, ast.Import | ast.ImportFrom) and ast.unparse(statement).split()[1].startswith("torch"):
+            self.values |= {name: self.constant(x, x) for name, x in self.run(statement, {}).items()}
             return
-        if not isinstance(target, ast.Tuple) or term.kind != "found" or not all(isinstance(each, ast.Name) for each in target.elts):
+        made: dict[str, Any] = {}
+        if isinstance(statement, ast.Assign):
+            with contextlib.suppress(Exception):  # as in `loop`
+                made = self.run(statement, self.values)
+        changed = _changed_names(statement)
+        for name in {*changed, *(name for name, x in self.values.items() if isinstance(x, Symbol) and x._term.leaves & changed)}:
+            self.values[name] = self.outer(name)
+        for name in stored_names(statement) & {*made}:
+            term = self.operand(made[name])
+            if isinstance(term, PLAIN):
+                self.values[name] = term
+            elif isinstance(term, Term) and term.kind == "zeros":
+                self.values[name] = Symbol(self, replace(term, value=Name(name), leaves=frozenset([name])))
+            elif isinstance(term, Term) and term.kind == "free":
+                self.values[name] = self.outer(name, *({"topk", "distinct"} & {*term.more}))
+            elif isinstance(term, Term) and not term.leaves & changed:
+                self.values[name] = made[name]
+
+    def targets(self, over: Any) -> list[Any]:
+        """What the loop's targets are, in the one run of its body."""
+        index = Symbol(self, Term("index"))
+        if isinstance(over, range) and over.start == 0 and over.step == 1:
+            self.expected = over.stop
+            return [index]
+        term = over._term
+        if term.kind not in ("listed", "hits"):
             raise NotUnderstood
-        names = [each.id for each in target.elts if isinstance(each, ast.Name)]
-        if "turned" in term.more:
-            if len(names) != 2:
-                raise NotUnderstood
-            kinds = ["slot", "token"]
-        else:
-            kinds = ["token"] * max(len(names) - 1, 1) + ["slot"] * (len(names) > 1)
-        more = ("tokens",) * ("tokens" in term.more)
-        self.known |= {name: Term(kind, more=more) for name, kind in zip(names, kinds, strict=True)}
+        return [(index, Symbol(self, self.holds(term.of[0], None))) if term.kind == "listed" else index]
 
-    def condition(self, statement: ast.If) -> None:
-        """A branch on whether an expert is chosen at all, or on the module's own attributes."""
-        asked = self.tests_for_none(statement.test)
-        if asked is not None and not statement.orelse:
-            self.skips = True
-            if asked and len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue):
-                return
-            if not asked:
-                self.body(statement.body)
-                return
-        if asked is None and (past := self.is_past(statement)) is not None:
-            self.past = past
-            return
-        if asked is None:
-            self.body(statement.body if self.own_value(statement.test) else statement.orelse)
-            return
-        raise NotUnderstood
-
-    def is_past(self, statement: ast.If) -> object:
-        """The number in `if e == self.num_experts: continue`; None for another statement."""
-        test, passed = statement.test, len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue) and not statement.orelse
-        if not passed or not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.GtE):
-            return None
-        return self.own_number(test.comparators[0]) if self.kind(test.left) == "index" else None
-
-    def tests_for_none(self, test: ast.expr) -> bool | None:
-        """True if the test is that no token has chosen the expert; False if it is that one has; None for another test."""
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.tests_for_none(test.operand)
-            return None if inner is None else not inner
-        if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr == "any" and not test.args:
-            return False if self.kind(test.func.value) in ("mask", "any") else None
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_zero(test.comparators[0]):
-            counted = self.is_token_count(test.left)
-            return None if not counted else {ast.Eq: True, ast.Gt: False, ast.NotEq: False}.get(type(test.ops[0]))
-        return False if self.is_token_count(test) else None
-
-    def is_token_count(self, x: ast.expr) -> bool:
-        """Whether `x` is the number of tokens: token.numel(), token.shape[0], len(token), mask.sum(), counts[i]."""
-        if isinstance(x, ast.Subscript) and self.kind(x.value) == "counts" and self.kind(x.slice) == "index":
-            self.use_choice(self.term(x.value).of[0])
-            return True
-        if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Attribute) and x.value.attr == "shape" and is_zero(x.slice):
-            return self.kind(x.value.value) == "token"
-        if is_call(x, "len") and len(x.args) == 1:
-            return self.kind(x.args[0]) == "token"
-        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute):
-            name, kind = x.func.attr, self.kind(x.func.value)
-            return (name in ("numel", "size") and kind == "token") or (name == "sum" and kind in ("mask", "any"))
-        return False
+    def enumerate_experts(self, x: Symbol) -> Symbol:
+        """`enumerate`"""
+        return Symbol(self, Term("listed", of=(x._term,)))
 
 
-def _added_to_itself(statement: ast.Assign) -> tuple[str, ast.expr] | None:
-    """(name, value) of `out = out + value`; None for another statement."""
-    (target, *more), value = statement.targets, statement.value
-    if more or not isinstance(target, ast.Name) or not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
-        return None
-    sides = [value.left, value.right]
-    own = [isinstance(each, ast.Name) and each.id == target.id for each in sides]
-    return (target.id, sides[own.index(False)]) if own.count(True) == 1 else None
+@cache
+def _compile_for_symbols(statement: ast.stmt, file: str) -> CodeType:
+    code = ast.fix_missing_locations(_Rewriter().visit(copy.deepcopy(statement)))
+    return compile(ast.Module([code], []), file, "exec", dont_inherit=True)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """A statement as it runs on symbols: a loop once, values that are assigned by a call, and an error in the place of a statement of the
+    loop whose effects symbols do not see."""
+
+    inside = False
+
+    def visit(self, node: ast.AST) -> Any:
+        return ast.Raise(None, None) if self.inside and isinstance(node, ast.stmt) and not _is_seen(node) else super().visit(node)
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.inside = True
+        return self.generic_visit(
+            ast.For(node.target, _call_of(ONCE, node.iter), node.body, [ast.Raise(None, None)] if node.orelse else [])
+        )
+
+    def visit_With(self, node: ast.With) -> Any:
+        return [self.visit(each) for each in node.body]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        target = node.targets[0]
+        count = len(target.elts) if isinstance(target, ast.Tuple) else 0
+        return self.generic_visit(ast.Assign(node.targets, _call_of(ITEMS, node.value, ast.Constant(count))))
+
+
+def _is_seen(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.With):
+        return names_of(statement.items[0].context_expr) == {"torch"}
+    if isinstance(statement, ast.Expr):
+        called = getattr(statement.value, "func", None)
+        return isinstance(statement.value, ast.Constant) or getattr(called, "attr", "") == "index_add_"
+    single = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    return single or isinstance(statement, ast.AugAssign | ast.If | ast.Continue)
+
+
+def _call_of(name: str, *given: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [*given], [])
+
+
+def _call_statement(found: ast.For, read: list[str], into: str) -> ast.stmt:
+    """The call in the place of a loop, all at the line of the loop."""
+    called = ast.Attribute(ast.Name("self", ast.Load()), CALL, ast.Load())
+    values = ast.Dict([ast.Constant(name) for name in read], [ast.Name(name, ast.Load()) for name in read])
+    made = ast.copy_location(ast.Expr(ast.Call(called, [values, ast.Name(into, ast.Load())], [])), found)
+    for each in ast.walk(made):
+        if isinstance(each, ast.expr | ast.stmt):
+            ast.copy_location(each, found)
+            each.end_lineno, each.end_col_offset = each.lineno, found.col_offset + 1
+    return made
+
+
+def names_of(x: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(x) if isinstance(each, ast.Name)}
+
+
+def stored_names(x: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(x) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+
+
+def _value_of(x: ast.expr) -> Any:
+    """The value of `self.a.b`; None for another expression."""
+    if isinstance(x, ast.Attribute):
+        return None if (inner := _value_of(x.value)) is None else Call(getattr, (inner, x.attr))
+    return SELF if isinstance(x, ast.Name) and x.id == "self" else None
 
 
 def _changed_names(statement: ast.stmt) -> set[str]:
@@ -396,7 +388,3 @@ def _changed_names(statement: ast.stmt) -> set[str]:
             inside = each.value
         found |= names_of(inside) - {"self", "torch"} if inside is not None else set()
     return found
-
-
-def _is_topk(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "topk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from typing import Any
 
@@ -193,6 +194,66 @@ def test_another_loop_is_of_rows_that_are_selected() -> None:
     x, target = torch.randn(2, 4, 3, WIDTH, dtype=torch.float64)
     report = meshc.verify(meshc.compile(step, meshc.Mesh("dp=2"), args=(x,), kwargs={"target": target}))
     assert report.worst < 1e-12
+
+
+def looped(*statements: str, before: str = "", behind: str = "return out") -> nn.Module:
+    """A layer with a loop of these statements, whose choices and weights come from outside."""
+    lines = ["token, nth = torch.where(selected == i)", *statements]
+    inner = "\n        ".join(lines)
+    text = f"def forward(self, x, weights, selected):\n    out = torch.zeros_like(x)\n    {before}\n"
+    text += f"    for i, expert in enumerate(self.experts):\n        {inner}\n    {behind}\n"
+    name = f"loop of {abs(hash(text))}"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    found: dict[str, Any] = {}
+    exec(compile(text, name, "exec"), {"torch": torch, "F": F, "SEEN": []}, found)
+    return type("Looped", (Layer,), found)().double()  # type: ignore[no-any-return]
+
+
+ADDED = "out[token] += weights[token, nth, None] * expert(x[token])"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("if token.numel() > 3:", f"    {ADDED}"),
+        ("if token.numel():", f"    {ADDED}", "else:", "    out = out + 0 * expert(x[:1]).sum()"),
+        ("y = expert(x[token]) if token.numel() else x[token]", "out[token] += weights[token, nth, None] * y"),
+        ("h = F.dropout(x)", "out[token] += weights[token, nth, None] * expert(h[token])"),
+        ("SEEN.append(token)", ADDED),
+        ("self.num_experts += 1", ADDED),
+        (ADDED, "x = x * 2"),
+        ("out[token] += weights[token, nth, None] * expert(x[token] + out[token])",),
+        ("out[token] += weights[token, nth, None] * expert(x[token]) * token.numel()",),
+        ("if i == 3:", "    continue", ADDED),
+        ("if i == 3:", "    break", ADDED),
+    ],
+)
+def test_a_loop_that_does_more_than_add_each_expert_is_left_to_torch(statements: tuple[str, ...]) -> None:
+    layer = looped(*statements)
+    assert loop_of(layer) is None
+    assert layer.num_experts == EXPERTS
+
+
+@pytest.mark.parametrize(
+    "before, statements",
+    [
+        ("", ("if self.num_experts > 100:", "    print(token)", ADDED)),
+        ("", ("h = expert(x[token])", "h *= weights[token, nth].unsqueeze(1)", "out[token] = out[token] + h")),
+        ("", ("out[token] += (weights * 2)[token, nth, None] * expert(x.view(-1, 8)[token])",)),
+        (
+            "import torch.nn.functional as F; mask = F.one_hot(selected, num_classes=self.num_experts).permute(2, 1, 0)",
+            ("place, at = torch.where(mask[i])", "out[at] += weights[at, place, None] * self.experts[i](x[at])"),
+        ),
+    ],
+)
+def test_a_loop_may_be_written_in_other_words(before: str, statements: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    layer = looped(*statements, before=before)
+    given = torch.randn(3, WIDTH).double(), torch.rand(3, 2).double(), torch.tensor([[2, 0], [1, 3], [5, 4]])
+    wanted = layer(*given)
+    with formed_experts(layer, lambda path: 2), listed_experts(layer):
+        assert "forward" in layer.__dict__
+        torch.testing.assert_close(layer(*given), wanted)
 
 
 class Sorted(nn.Module):
