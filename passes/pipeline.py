@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 
 from meshc.ir import spmd
-from meshc.ops import implementations as _operators  # noqa: F401
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Pass
 from meshc.passes.phases.lowered_program import LoweredProgram

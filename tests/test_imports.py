@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.broad import broad
 
@@ -45,9 +47,39 @@ def naming_operators() -> list[str]:
     return [".".join(path.parts if path.parts[0] == "meshc" else ("meshc", *path.parts)) for path in found]
 
 
+def import_alone(module: str, names: list[str]) -> None:
+    importlib.import_module(module)
+    missing = [name for name in names if not hasattr(torch.ops.meshc, name)]
+    assert not missing, missing
+
+
 @pytest.mark.parametrize("module", [broad(name) for name in naming_operators()])
 def test_what_names_operators_registers_them(module: str) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=importlib.import_module, args=(module,))
+    """All that it names, in functions too."""
+    text = (ROOT / Path(*module.split(".")[module.startswith(("meshc.passes", "meshc.runtime")) :])).with_suffix(".py").read_text()
+    names = [one or other for one, other in re.findall(r"ops\.meshc\.([a-z]\w+)[.(]|(?<![\w.\"'`/])meshc\.([a-z]\w+)\.default", text)]
+    child = multiprocessing.get_context("spawn").Process(target=import_alone, args=(module, names))
     child.start()
     child.join(120)
     assert child.exitcode == 0
+
+
+UNUSED = (
+    "ops.rnn", "ops.recurrence", "ops.delta_rule", "rules.pooling", "rules.convolution", "rules.routed_experts", "rules.fourier",
+    "frontend.loop_reader", "passes.planner.plan_search", "passes.driver.choose", "text.program_diff",
+)  # fmt: skip
+COMPILE = f"""
+import sys
+import torch
+import meshc
+step = meshc.TrainStep(model := torch.nn.Linear(4, 4), optimizer=torch.optim.AdamW(model.parameters()), loss=torch.nn.functional.mse_loss)
+meshc.compile(step, meshc.Mesh("dp=2"), args=(torch.ones(2, 4),), kwargs={{"target": torch.ones(2, 4)}})
+print([name for name in {UNUSED!r} if f"meshc.{{name}}" in sys.modules])
+"""
+
+
+def test_compiling_imports_what_the_model_needs() -> None:
+    """Families of operators, loops over experts, searches: what a plain model has none of."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

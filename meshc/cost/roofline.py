@@ -32,12 +32,13 @@ from meshc.lazy_module import LazyModule
 from meshc.ops import turns
 from meshc.ops.attention import rows_that_see
 from meshc.ops.attention_spans import spans
-from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.program import packing
 
 if TYPE_CHECKING:
+    from meshc.ops import delta_rule_chunks
     from meshc.rules import families
 else:
+    delta_rule_chunks = LazyModule("meshc.ops.delta_rule_chunks")
     families = LazyModule("meshc.rules.families")
 
 
@@ -309,7 +310,7 @@ def _recurrence_end(node: Node, on_cpu: bool) -> int:
 
 
 def _delta_rule(node: Node, on_cpu: bool) -> int:
-    return KERNELS_OF_A_CHUNK * -(-_shape(node, "k")[-2] // LENGTH)
+    return KERNELS_OF_A_CHUNK * -(-_shape(node, "k")[-2] // delta_rule_chunks.LENGTH)
 
 
 KERNELS: Final[Mapping[str, Callable[[Node, bool], int]]] = {

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from meshc.errors import PlanError
 from meshc.frontend.expert_rows import ExpertSlots
 
+CALL: Final = "_meshc_experts"
+"""The attribute of a module whose call replaces the loop: CALL(values by name, sum so far), which adds to the sum."""
 SLOTS: Final = "meshc_slots"
 """The buffer's name."""
 COPIES: Final = "meshc_copies"
@@ -99,3 +101,8 @@ def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: i
             'Options(experts=Experts(placement="movable")): the model has no stock experts whose weights are stacked, and no loop over '
             "experts that gives each its own tokens: those are what can be moved\n  what to do: leave the option out"
         )
+
+
+def stacked_parameters(module: nn.Module) -> dict[str, int]:
+    """Number of experts by name, of the module's own parameters that may be experts' matrices [experts, .., ..]."""
+    return {name: each.shape[0] for name, each in module._parameters.items() if each is not None and each.dim() == 3 and each.shape[0] > 1}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,18 @@ from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
-from meshc.frontend.expert_placement import copies_per_rank, expert_slots_of, is_stock
+from meshc.frontend.expert_placement import CALL, copies_per_rank, expert_slots_of, is_stock, stacked_parameters
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
 from meshc.frontend.expert_tape import NotRows, Tape, evaluate, play, record
 from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS, class_name
-from meshc.frontend.loop_reader import CALL, Loop, LoopReader, OneExpert, compile_body, stacked_parameters
+from meshc.lazy_module import LazyModule
 from meshc.ops.expert_slots import experts_by_slot, in_order
+
+if TYPE_CHECKING:
+    from meshc.frontend import loop_reader
+    from meshc.frontend.loop_reader import Loop
+else:
+    loop_reader = LazyModule("meshc.frontend.loop_reader")  # most models have no loop over experts
 
 ZEROS: Final = "have gradients of zeros"
 """Words of a note on parameters that have no gradient on one device."""
@@ -143,7 +149,7 @@ def _uncast_classifier(path: str, router: Any) -> nn.Module:
 
 
 def _tape(path: str, module: nn.Module, loop: Loop) -> Tape:
-    experts = loop.experts(module) if loop.inline is None else [OneExpert(module, loop.inline)]
+    experts = loop.experts(module) if loop.inline is None else [loop_reader.OneExpert(module, loop.inline)]
     for number, other in enumerate(experts[1:], 1):
         if (difference := _differ(experts[0], other)) is not None:
             raise CaptureError(_refusal(path, module, loop, f"expert 0 and expert {number} differ: {difference}"))
@@ -299,7 +305,7 @@ def loop_of(module: nn.Module) -> Loop | None:
     held = [module, *module.children()]
     lists = any(isinstance(each, nn.ModuleList | nn.ModuleDict) and len(each) > 1 for each in held)
     tree = _tree(function) if lists or stacked_parameters(module) else None
-    return None if tree is None else LoopReader(module, function, tree).loop()
+    return None if tree is None else loop_reader.LoopReader(module, function, tree).loop()
 
 
 @cache
@@ -319,7 +325,7 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
     ast.increment_lineno(found, first - 1)
     if not any(isinstance(each, ast.For) for each in found.body):
         return None
-    same = _code_key(compile_body(found, found.body, function)) == _code_key(function.__code__)
+    same = _code_key(loop_reader.compile_body(found, found.body, function)) == _code_key(function.__code__)
     return found if same else None  # else the file has changed since the import
 
 

@@ -35,11 +35,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from meshc.frontend.expert_placement import CALL, stacked_parameters
 from meshc.frontend.expert_tape import ROW_INPUT, Call, Name, evaluate
 from meshc.frontend.loop_terms import PLAIN, SELF, NotUnderstood, Symbol, Term, Terms, count_numbered
 
-CALL: Final = "_meshc_experts"
-"""The attribute of a module whose call replaces the loop: CALL(values by name, sum so far), which adds to the sum."""
 ITEMS: Final = "_meshc_items"
 ONCE: Final = "_meshc_once"
 """Functions that a statement calls while it runs on symbols."""
@@ -120,11 +119,6 @@ class OneExpert(nn.Module):
             values[name] = evaluate(call, values.__getitem__)
         made: Tensor = evaluate(inline.made, values.__getitem__)
         return made
-
-
-def stacked_parameters(module: nn.Module) -> dict[str, int]:
-    """Number of experts by name, of the module's own parameters that may be experts' matrices [experts, .., ..]."""
-    return {name: each.shape[0] for name, each in module._parameters.items() if each is not None and each.dim() == 3 and each.shape[0] > 1}
 
 
 def compile_body(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType) -> CodeType:

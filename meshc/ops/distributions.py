@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshc.ops import random as _random  # noqa: F401 - registers the draws
+
 Shape = Sequence[int]
 EXACT = 1 << 53
 """Number of integers that a uniform draw distinguishes."""

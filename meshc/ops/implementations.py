@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import (  # noqa: F401 - registers them
-    attention,
-    attention_join,
-    attention_zigzag,
-    capacity,
-    check_index,
-    ctc,
-    delta_rule,
-    expert_groups,
-    grouped_mm,
-    norm,
-    recurrence,
-    rnn,
-    routed_mm,
-    scan_back,
-    take,
-    turns,
-    upsample,
-    used_rows,
-)
-from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
-from meshc.ops import random as _random  # noqa: F401 - registers the draws
-from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers the sum of sum_of_parts
 from meshc.ops.definition import PLAIN
 from meshc.private import OpOverload
 
 aten = torch.ops.aten
+
+MODULES: Final = """
+    attention attention_join attention_zigzag block_codes bounded_groups capacity check_index ctc delta_rule expert_copies expert_groups
+    expert_slots grouped_mm norm optim random recurrence rnn routed_mm scan_back state_rounding sum_of_parts take upsample used_rows
+""".split()
+"""Files of this folder that register operators."""
 
 _BOUND: Final[Mapping[OpOverload, Function]] = {
     target: getattr(torch, str(target).split(".")[1])
@@ -54,3 +38,9 @@ def direct(target: Target, device: torch.device) -> Function:
         return PLAIN.get(target) or _BOUND.get(target) or target._op
     assert callable(target), target
     return target
+
+
+def register_operators() -> None:
+    """Registers all operators of meshc, for texts that name them. Code that names one imports its file."""
+    for name in MODULES:
+        importlib.import_module(f"meshc.ops.{name}")

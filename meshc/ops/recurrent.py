@@ -9,14 +9,19 @@ Layers on packed sequences, whose rows end at different steps, and an LSTM with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import rnn as _rnn  # noqa: F401 - registers meshc::rnn
+from meshc.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    from meshc.ops import rnn
+else:
+    rnn = LazyModule("meshc.ops.rnn")
 
 Layers = Callable[..., tuple[Tensor, ...]]
 
@@ -53,7 +58,7 @@ def _one(kind: str, x: Tensor, weights: Sequence[Tensor], before: Tensor, revers
     """(h of each step, the last state) of one layer in one direction."""
     w_in, w_before, *biases = weights
     b_in, b_before = biases or (None, None)
-    out, _, last = torch.ops.meshc.rnn(kind, functional.linear(x, w_in, b_in), w_before, b_before, before, reverse)
+    out, _, last = rnn.rnn(kind, functional.linear(x, w_in, b_in), w_before, b_before, before, reverse)
     return out, last
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from meshc.rules.elementwise import is_pointwise
-from meshc.rules.families import FAMILIES, operator_of
+from meshc.rules.families import every_family, operator_of
 from meshc.rules.index_bounds import only_moves, ranges
 from meshc.rules.operator import Operator
 from meshc.rules.partial import deferrals
@@ -48,5 +48,5 @@ def has_rule(target: object) -> bool:
 
 
 __all__ = [
-    "FAMILIES", "Operator", "Rule", "deferrals", "has_rule", "in_any_order", "only_moves", "operator_of", "ranges", "rule_of",
+    "Operator", "Rule", "deferrals", "every_family", "has_rule", "in_any_order", "only_moves", "operator_of", "ranges", "rule_of",
 ]  # fmt: skip

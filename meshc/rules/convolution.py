@@ -168,6 +168,6 @@ def _backward_flops(node: Node, shapes: Shapes) -> float:
 
 
 OPERATORS = declarations({
-    "convolution": Operator(_convolution, flops=_forward_flops),
-    "convolution_backward": Operator(_convolution_backward, flops=_backward_flops),
+    "convolution": Operator(_convolution, flops=_forward_flops, windowed=True),
+    "convolution_backward": Operator(_convolution_backward, flops=_backward_flops, windowed=True),
 })

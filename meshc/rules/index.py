@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import IndexBound, Operator, declarations
@@ -246,6 +247,7 @@ def advanced_index_bounds(node: Node, tensors: list[Node]) -> list[IndexBound]:
 
 
 OPERATORS = declarations({
+    "meshc.check_index": Operator(),
     "embedding": Operator(_embedding, linear=ALONE, monotone=rises_in_first, any_order=True, bounds=rows_bound, gathers=True),
     "embedding_dense_backward": Operator(
         _embedding_backward,

@@ -74,6 +74,7 @@ class Operator:
     gathers          it reads of its first operand as many elements as its result has
     one_pass         a reduction that goes through its operand once
     uninitialised    its result is memory as it was left
+    windowed         its spatial dims, from the third on, are split by windows
     cheap            it takes little beside a product, as pointwise operators and views do: recompute policies may recompute it
     """
 
@@ -98,6 +99,7 @@ class Operator:
     gathers: bool = False
     one_pass: bool = False
     uninitialised: bool = False
+    windowed: bool = False
     cheap: bool = False
 
 

@@ -10,6 +10,7 @@ no values of x: the gradient of the window is summed back into tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -277,7 +278,7 @@ def _mean_gradient(forward: OpOverload) -> Operator:
     return Operator(_avg_pool_backward, linear=ALONE, preconditions=fits)
 
 
-WINDOWED = declarations({
+_WINDOWED = declarations({
     "max_pool2d_with_indices max_pool3d_with_indices": Operator(_max_pool),
     "max_pool2d_with_indices_backward": Operator(
         _max_pool_backward,
@@ -294,7 +295,7 @@ WINDOWED = declarations({
     "avg_pool3d_backward": _mean_gradient(aten.avg_pool3d.default),
 })
 OPERATORS = {
-    **WINDOWED,
+    **{target: replace(record, windowed=True) for target, record in _WINDOWED.items()},
     **declarations({
         "fractional_max_pool2d": Operator(_fractional, preconditions=_samples_fit(2)),
         "fractional_max_pool3d": Operator(_fractional, preconditions=_samples_fit(3)),

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import operands, value_of
 from meshc.ir.window import Window
-from meshc.rules import convolution, layout, pooling
+from meshc.rules import layout
+from meshc.rules.families import operator_of
 from meshc.rules.layout import dims_of
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.reduction import argument
@@ -156,7 +157,7 @@ def beside_windows(node: Node, dims: Iterable[int]) -> bool:
 def _is_window_result(value: Node, dim: int) -> bool:
     """Whether `dim` of a value is a spatial dim of the windowed operator that computes it."""
     producer = value_of(value)[0]
-    while producer.op == "call_function" and producer.target not in WINDOWED:
+    while producer.op == "call_function" and not operator_of(producer.target).windowed:
         inner = _map_dim(producer, dim, back=True)
         if inner is None:
             return False
@@ -170,7 +171,7 @@ def _is_window_operand(node: Node, dim: int) -> bool:
     while work:
         value, place = work.pop()
         for user in value.users:
-            if user.target in WINDOWED and place >= 2:
+            if place >= 2 and operator_of(user.target).windowed:
                 return True
             outer = _map_dim(user, place, back=False) if user.op == "call_function" and user not in seen else None
             if outer is not None:
@@ -254,9 +255,6 @@ def _lower_slice_backward(local: Local) -> Node:
         start, end = start // length * tile, start // length * tile + tile
     return local.emit(aten.slice_backward.default, grad, list(shape), dim, start, min(end, shape[dim]), step)
 
-
-WINDOWED: Final = {**convolution.OPERATORS, **pooling.WINDOWED}
-"""Operators whose spatial dims, from the third on, are split by windows."""
 
 OPERATORS = declarations({
     "slice.Tensor": Operator(_crop(_lower_slice), moves=True, cheap=True),

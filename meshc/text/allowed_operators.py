@@ -26,6 +26,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.schemas import arguments_by_name
+from meshc.ops.implementations import register_operators
 from meshc.private import OpOverload, OpOverloadPacket
 from meshc.text import libraries
 
@@ -121,5 +122,8 @@ def _overload(name: str) -> OpOverload | None:
     if match is None or match[3] == "default":
         return None
     packet = getattr(getattr(torch.ops, match[1]), match[2], None)
+    if packet is None and match[1] == "meshc":
+        register_operators()
+        packet = getattr(torch.ops.meshc, match[2], None)
     found = getattr(packet, match[3] or "default", None) if isinstance(packet, OpOverloadPacket) else None
     return found if isinstance(found, OpOverload) else None

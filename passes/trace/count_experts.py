@@ -20,6 +20,7 @@ from meshc.ir.functions import Function
 from meshc.ir.graph import call, set_results
 from meshc.ir.nodes import is_getitem
 from meshc.ir.schemas import RESHAPES
+from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers it
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
 

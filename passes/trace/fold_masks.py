@@ -23,7 +23,7 @@ from meshc import ir
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.schemas import RESHAPES, named_arguments, place_of
 from meshc.ir.sizes import Ratio, Size
-from meshc.ops import implementations as _operators  # noqa: F401 - registers them
+from meshc.ops import attention as _attention  # noqa: F401 - registers it
 from meshc.ops.attention_masked_blocks import NEVER
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.known_values import KnownValues, compute_operands_first

@@ -21,7 +21,7 @@ from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
-from meshc.ir import layouts, spmd
+from meshc.ir import layouts, op_name, spmd
 from meshc.ir.forms import Form
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import is_a, key_of, name_of
@@ -135,8 +135,8 @@ class Session:
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
         in_stages = program.pipeline is not None
         offloads = uses_host(program) or any(self._buffers[key].device.type != self.device.type for key in self._written)
-        waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
-        by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
+        nodes = [node for stage in program.stages.values() for node in stage.graph.nodes]
+        by_choice = any(node.target in spmd.OF_ROWS or op_name(node) == "meshc.used_rows" for node in nodes)  # wait for how many there are
         self.lent = tuple(_overwritten_inputs(program))
         has_backward = self.backwards is not None
         self.cuda_graph = traced or refusal(

@@ -13,17 +13,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshc.ops import delta_rule as _delta_rule  # noqa: F401 - registers meshc::delta_rule
-from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
+from meshc.lazy_module import LazyModule
 from meshc.private import no_dispatch
 from meshc.replacements import replace_in
+
+if TYPE_CHECKING:
+    from meshc.ops import delta_rule, recurrence
+else:
+    delta_rule, recurrence = LazyModule("meshc.ops.delta_rule"), LazyModule("meshc.ops.recurrence")
 
 Function = Callable[..., Any]
 
@@ -66,7 +70,7 @@ def selective_scan(
     a = torch.exp(A[None, :, None, :] * dt[..., None])
     b = dt[..., None] * B[:, None].float() * hidden_states[..., None].float()
     state = torch.promote_types(torch.promote_types(a.dtype, b.dtype), dtype)
-    states = torch.ops.meshc.recurrence(a.to(state), b.to(state), None, 2)
+    states = recurrence.recurrence(a.to(state), b.to(state), None, 2)
     made = torch.matmul(states.to(dtype).transpose(1, 2), C.unsqueeze(-1)).squeeze(-1).transpose(1, 2)
     made = made if D is None else made + hidden_states * D[None, :, None]
     made = made if z is None else made * functional.silu(z)
@@ -107,7 +111,7 @@ def gated_delta_rule(
         query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
     query, beta = query * query.shape[-1] ** -0.5, beta.unsqueeze(-1)
     before = None if initial_state is None else initial_state.to(torch.float32)
-    made, last = torch.ops.meshc.delta_rule(query, key, value * beta, key * beta, g, before)
+    made, last = delta_rule.delta_rule(query, key, value * beta, key * beta, g, before)
     return made.transpose(1, 2).to(dtype), last if output_final_state else None
 
 
@@ -151,7 +155,7 @@ def _decaying(kept: Tensor, terms: Tensor, first: Tensor | None) -> Tensor:
     """A running sum that decays by `kept` at each step; `first` is the sum before."""
     if first is not None:
         terms = terms + functional.pad(kept[:, :1] * first[:, None], (0, 0, 0, terms.shape[1] - 1))
-    return torch.ops.meshc.recurrence(kept, terms, None, 1)
+    return recurrence.recurrence(kept, terms, None, 1)
 
 
 def _sample_values(*shape: int) -> Tensor:
