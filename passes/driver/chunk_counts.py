@@ -11,21 +11,18 @@ Smaller logits leave room for values that would be recomputed, and chunks take t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from meshc.cost import peak_memory
-from meshc.cost.devices import Device, devices_of
-from meshc.cost.links import collective_seconds
-from meshc.cost.roofline import seconds
-from meshc.ir import calls, local_bytes, record, records, spmd
+from meshc.cost.devices import devices_of
+from meshc.cost.stage_clock import node_seconds
+from meshc.ir import calls, local_bytes, record, records
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.head_operators import MOST, default_chunked_head
-from meshc.program.program import Stage
 
 FEW: Final = 2
 SOME: Final = 8
@@ -105,15 +102,10 @@ def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
 def recompute_s(left: LoweredProgram) -> float:
     """Seconds of recompute in a call, one operator after another; of a pipeline, for the stage with the most."""
     device, runs = devices_of(left.mesh).slowest(), peak_memory.runs(left.as_program())
-    return max(runs[name] * sum(_recompute_seconds(stage, left, device)) for name, stage in left.stages.items())
+    again = {name: [node for node in calls(stage.graph) if records(node)[0].again] for name, stage in left.stages.items()}
+    return max(runs[name] * sum(node_seconds(node, left.mesh, device) for node in nodes) for name, nodes in again.items())
 
 
 def has_too_large_candidates(left: LoweredProgram) -> bool:
     """Whether pipeline candidates were dropped for their bytes."""
     return any(one.holds is not None and one.seconds is None and one.dropped for one in left.tried)
-
-
-def _recompute_seconds(stage: Stage, left: LoweredProgram, device: Device) -> Iterator[float]:
-    for node in calls(stage.graph):
-        if records(node)[0].again:
-            yield collective_seconds(node, left.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)
