@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from meshc.ops.implementations import register_operators
 from tests import budget
 
 settings.register_profile("meshc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meshc")
 
 os.environ["MESHC_DEVICES"] = os.devnull
+register_operators()  # tests name them as torch.ops.meshc
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

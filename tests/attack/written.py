@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ops.implementations import register_operators
 from tests.attack.corpus import Call
 
 aten, ops = torch.ops.aten, torch.ops.meshc
+register_operators()
 NUMBER = torch.tensor(0.1, dtype=torch.float64)
 
 
