@@ -74,7 +74,7 @@ FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = Pass("factorize", imported("p
 
 SPLIT_AXES: Final[Pass[PlacedModel, PlacedModel]] = Pass(
     "split_axes",
-    imported("planner.split_by_heads:split_axes"),
+    imported("planner.split_mesh_axes:split_axes"),
     "once it is known how many heads there are; before annotate, the first that reads the mesh and the plan",
 )
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api import batch_parts, cached_calls, module_mode, shared_compilation, value_keys
 from meshc.api.compilation_result import CompilationResult
 from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments
-from meshc.api.split_expert_axes import finer
 from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
@@ -371,7 +371,10 @@ class Compilations:
         program, asked = made.program, self.asked
         if program.mesh == asked.mesh:
             return made
-        mesh = Mesh.of(finer(asked.mesh, program.mesh.axes))
+        mesh, devices = program.mesh, asked.mesh.device_mesh
+        if devices is not None:
+            table = devices.mesh.reshape([axis.size for axis in mesh.axes])
+            mesh = Mesh.of(DeviceMesh(mesh.device_type, table, mesh_dim_names=tuple(mesh.names)))
         self._move(mesh, program.plan)
         return replace(made, program=replace(program, mesh=mesh))
 

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshc.api import module_mode
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.handle import Program
-from meshc.api.split_expert_axes import with_parts
 from meshc.api.world import World
 from meshc.frontend import admission, exported
 from meshc.ir.functions import Function
@@ -61,7 +60,6 @@ def compile(
         args, kwargs = tuple(args), dict(kwargs or {})
         if not args and not kwargs and inputs == "global":
             args, kwargs = exported.examples(what)
-        mesh, plan = with_parts(mesh, plan, options)
         asked = CompileArguments(what, mesh, plan, inputs, outputs, backend, names, options)
         program = Program(asked, World(asked.mesh, board))
         if not args and not kwargs and asked.step is None:

@@ -36,6 +36,7 @@ from meshc.options import Options, Training, refuse_others, refuse_with
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
+from meshc.plan.split_axes import taken_apart
 from meshc.program.program import BACKENDS, PlainProgram
 from meshc.runtime.state.ownership import refuse_foreign_parameters
 from meshc.runtime.state.store import Store
@@ -113,6 +114,7 @@ class CompileArguments:
         self.names, self.options = names, options
         self.dynamic = dynamic_dims.parse_dynamic(options.dynamic)
         self.plan = resolve(plan, self.mesh)
+        taken_apart(self.plan, self.mesh)  # refuses what cannot be, at once
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._trace()

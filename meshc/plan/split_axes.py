@@ -10,7 +10,7 @@
                             4 ranks, 2 a node                     rows of tokens may be sent in two hops
 
 Ranks keep their order, and values their tiles: the last part is the inner one, whose ranks are consecutive. How many heads there are is
-known once factors have names (`passes/planner/split_by_heads.py`); nodes, before anything is compiled (`api/split_expert_axes.py`).
+known once factors have names, how many ranks a node has is a figure of the device (`passes/planner/split_mesh_axes.py`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,30 @@ SEQ: Final = "seq"
 EXPERTS: Final = "experts"
 
 
-def taken_apart(plan: Plan) -> list[tuple[AxisEntry, FactorTerm]]:
-    """The entries that split their axis in two, each with its term with ``rest``. Raises PlanError for an entry with two such terms."""
+def taken_apart(plan: Plan, mesh: Mesh) -> list[tuple[AxisEntry, FactorTerm]]:
+    """The entries that split their axis in two, each with its term with ``rest``. Raises PlanError for an entry with two such terms, and
+    for an axis that is not its entry's to split."""
     found = []
     for entry in plan.axes:
         terms = [term for term in entry.terms if term.rest is not None]
         if len(terms) > 1:
             raise PlanError(f"{entry.where}: {terms[0]} and {terms[1]} both take {entry.axis} apart; keep one of them")
         found += [(entry, term) for term in terms]
+    for entry, term in found:
+        _refuse(mesh, entry, term)
     return found
+
+
+def _refuse(mesh: Mesh, entry: AxisEntry, term: FactorTerm) -> None:
+    if role(entry.axis) in (*DATA_ROLES, "pp"):
+        does = "has stages" if role(entry.axis) == "pp" else "splits the batch"
+        raise PlanError(
+            f"{entry.where}: {entry.axis} {does} by its name, and {term} makes two axes of it that have other names\n"
+            "  what to do: give the axis another name, such as cp"
+        )
+    taken = [name for name in (f"{entry.axis}_{term.factor}", f"{entry.axis}_{term.rest}") if name in mesh.names]
+    if taken:
+        raise PlanError(f"{entry.where}: {term} makes an axis {taken[0]}, which the mesh {mesh} has already; give that one another name")
 
 
 def parts_of(entry: AxisEntry, term: FactorTerm, ranks: int, sizes: Iterable[int]) -> tuple[Axis, ...]:

@@ -1,5 +1,6 @@
-"""Pass that splits axes in two by how many heads the model has (`meshc/plan/split_axes.py`): a finer mesh, and the plan for it.
+"""Pass that splits axes in two, by nodes and by how many heads the model has (`meshc/plan/split_axes.py`): a finer mesh, and its plan.
 
+    ep=16, "ep: experts > batch"                  on nodes of 8 ranks                            ep_across=2,ep_inside=8, likewise
     cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
     tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise
     cp=4, without an entry                      of one with 6 heads                              cp_seq=2,cp_heads=2, likewise
@@ -19,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from meshc.cost.devices import devices_of
+from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
 from meshc.passes.phases.factors import Instance
@@ -32,10 +35,12 @@ from meshc.plan.split_axes import (
     GROUP,
     HEADS,
     SHARED,
+    expert_axes,
     factor_of,
     keep_one_factor,
     parts_by_group,
     parts_by_name,
+    parts_by_node,
     parts_of,
     taken_apart,
     with_axes_apart,
@@ -46,16 +51,33 @@ def split_axes(placed: PlacedModel) -> PlacedModel:
     """`placed` with such axes split, and a note for each axis that the plan does not split itself; unchanged where there is none. Where a
     search decides about axes, or another program has fixed the storage of parameters, only axes that the plan splits are.
 
-    Raises PlanError for a factor that the model has not, and for an axis that the other program does not split.
+    Raises PlanError for a factor that the model has not, for an axis that the other program does not split, and where rows are to go in two
+    hops and cannot.
     """
-    placed = _by_product(placed)
+    placed = _by_product(_by_node(placed))
     if placed.request.fixed or open_axes(placed.plan):
         return placed
     return _by_name(_by_group(placed))
 
 
+def _by_node(placed: PlacedModel) -> PlacedModel:
+    dispatch, device = placed.request.options.experts.dispatch, devices_of(placed.mesh).slowest()
+    if dispatch == "flat":
+        return placed
+    placed = _with_split_axes(placed, parts_by_node(placed.plan, placed.mesh, device.ranks_per_node))
+    if dispatch == "hierarchical" and across_and_inside(placed.mesh, expert_axes(placed.plan), device) is None:
+        raise PlanError(
+            placed.request.options.as_written('Options(experts=Experts(dispatch="hierarchical"))')
+            + f": of the axes of {placed.mesh} that split experts none leads to other nodes and has several "
+            f"ranks in each, as many everywhere; {device.name} has {device.ranks_per_node} ranks a node\n"
+            "  what to do: leave the option out; or, where a node has another number of ranks, say so in ranks_per_node of the file of "
+            "devices (docs/cost-model.md), as `meshc calibrate` does under a launcher"
+        )
+    return placed
+
+
 def _by_product(placed: PlacedModel) -> PlacedModel:
-    apart = taken_apart(placed.plan)
+    apart = taken_apart(placed.plan, placed.mesh)
     parts: dict[str, tuple[Axis, ...]] = {}
     entries = {entry.axis: entry for entry in placed.plan.axes}
     for entry, term in apart:

@@ -11,7 +11,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.passes.driver import compile_program as driver
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.planner.split_by_heads import split_axes
+from meshc.passes.planner.split_mesh_axes import split_axes
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.plan.split_axes import parts_between, with_axes_apart
