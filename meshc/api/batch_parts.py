@@ -9,8 +9,7 @@ other at each call, since each may have a program of its own for what it was giv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +20,8 @@ from meshc.errors import InputError
 from meshc.frontend import call_keys
 from meshc.frontend.libraries.stock_accelerate import RankParts
 from meshc.ir import trees
-from meshc.ir.mesh import DATA_ROLES, role
+from meshc.runtime.agreement.compare import to_all
 from meshc.runtime.comm import collectives
-
-LONG: Final = 2048
-"""Most bytes of the text that describes a rank's inputs."""
 
 
 def count_rows(asked: CompileArguments, world: World, inputs: Arguments) -> list[int]:
@@ -40,7 +36,7 @@ def count_rows(asked: CompileArguments, world: World, inputs: Arguments) -> list
         found = collectives.all_gather(told, world.groups.world).wait().tolist()
         other = next((rank for rank, row in enumerate(found) if row[1] != found[0][1]), None)
         if other is not None:
-            raise _everywhere(_unlike(_texts(world, text), other))
+            raise _everywhere(_unlike(to_all(world.board, text), other))
     return _by_place(asked, [row[0] for row in found])
 
 
@@ -63,24 +59,12 @@ def whole(asked: CompileArguments, inputs: Arguments, counts: Sequence[int]) -> 
     return asked.with_rows(inputs, lambda own: rows)
 
 
-def data_axes(asked: CompileArguments) -> tuple[str, ...]:
-    """Axes along which ranks have different parts, major to minor."""
-    return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
-
-
 def rank_parts(asked: CompileArguments) -> RankParts:
     """Which part of a batch each rank passes; of none where each has its own, or all pass the whole."""
     if asked.inputs == "global" or asked.data_ranks == asked.mesh.world_size:
         return RankParts()
-    places = [_place(asked, rank) for rank in range(asked.mesh.world_size)]
-    numbers = {place: number for number, place in enumerate(sorted({*places}))}
-    return RankParts(tuple(numbers[place] for place in places))
-
-
-def _place(asked: CompileArguments, rank: int) -> tuple[int, ...]:
-    """Coordinates of a rank along the data axes."""
-    here: Mapping[str, int] = asked.mesh.coordinates(rank)
-    return tuple(here[axis] for axis in data_axes(asked))
+    parts = {rank: part for part, ranks in enumerate(asked.mesh.data_groups()) for rank in ranks}
+    return RankParts(tuple(parts[rank] for rank in sorted(parts)))
 
 
 def _rows(asked: CompileArguments, inputs: Arguments) -> int:
@@ -102,30 +86,19 @@ def _without_rows(asked: CompileArguments, inputs: Arguments) -> str:
 
 
 def _by_place(asked: CompileArguments, rows: Sequence[int]) -> list[int]:
-    """Rows of each place along the data axes. Raises InputError if ranks of one place differ."""
-    axes = data_axes(asked)
-    found: dict[tuple[int, ...], int] = {}
-    first: dict[tuple[int, ...], int] = {}
-    for rank, count in enumerate(rows):
-        place = _place(asked, rank)
-        if found.setdefault(place, count) != count:
+    """Rows of each part. Raises InputError if ranks of one part differ."""
+    parts = asked.mesh.data_groups()
+    for first, *others in parts:
+        other = next((rank for rank in others if rows[rank] != rows[first]), None)
+        if other is not None:
+            axes = ", ".join(asked.mesh.data_axes) or "no data axis"
             raise _everywhere(
-                f"ranks {first[place]} and {rank} have the same part of the batch, since they differ along no data axis, and passed "
-                f"{found[place]} and {count} rows\n"
-                f"  what to do: give ranks that differ in {', '.join(axes) or 'no data axis'} alone parts of their own; a sampler takes "
+                f"ranks {first} and {other} have the same part of the batch, since they differ along no data axis, and passed "
+                f"{rows[first]} and {rows[other]} rows\n"
+                f"  what to do: give ranks that differ in {axes} alone parts of their own; a sampler takes "
                 'its rank from mesh["dp"].get_local_rank()'
             )
-        first.setdefault(place, rank)
-    return [found[place] for place in sorted(found)]
-
-
-def _texts(world: World, mine: str) -> list[str]:
-    """Text of each rank, cut to `LONG` bytes."""
-    told = torch.zeros(1, LONG, dtype=torch.uint8)
-    words = mine.encode()[:LONG]
-    told[0, : len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    found = collectives.all_gather(told.to(world.device), world.groups.world).wait().cpu()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+    return [rows[ranks[0]] for ranks in parts]
 
 
 def _unlike(texts: Sequence[str], other: int) -> str:

@@ -210,11 +210,11 @@ def _padded_sizes(
     if any(_holds_tensors(value) for key, value in named.items() if key not in known):
         return dict(have)
     if each_counts:
-        return {**have, "r": rows_of(have["r"], asked.data_ranks)}
+        return {**have, "r": rows_of(have["r"], asked.mesh.data_ranks)}
     most = _positions(asked)
     as_they_are = "rs" if table is SEEN else "r"
     filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter not in as_they_are}
-    return {**have, "r": rows_of(have["r"], asked.data_ranks), **filled}
+    return {**have, "r": rows_of(have["r"], asked.mesh.data_ranks), **filled}
 
 
 def _holds_tensors(value: object) -> bool:

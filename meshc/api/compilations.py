@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api import batch_parts, cached_calls, module_mode, shared_compilation, value_keys
 from meshc.api.compilation_result import CompilationResult
-from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments
+from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments, KnownCall
 from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
@@ -24,7 +24,7 @@ from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_values import Reads
-from meshc.ir.forms import Form
+from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_of
@@ -80,21 +80,18 @@ class Compilation:
 class AdmittedCall:
     """A checked call, with its key.
 
-    args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
-    base          the key of its compilation, but for the Python values that its program reads
-    key           with these
-    tensors       what this rank has passed
-    form          one object for all calls that look like it, of which one may stand for the others; None where nobody knows
-    state         likewise for the module as it is
-    dealt         how such parts become tiles; None where they are tiles
+    arguments  gives them by name; of parts of unequal numbers of rows, the whole batch as shapes
+    known      what is known of the calls that look like it
+    key        of its compilation
+    tensors    what this rank has passed
+    state      one object as long as the module is as it is
+    dealt      how such parts become tiles; None where they are tiles
     """
 
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    base: CompilationKey
+    arguments: Callable[[], Arguments]
+    known: KnownCall
     key: CompilationKey
     tensors: list[torch.Tensor]
-    form: Form | None
     state: ModuleState
     dealt: UnevenBatch | None
 
@@ -166,35 +163,48 @@ class Compilations:
         ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
-            passed = asked.call_arguments(args, kwargs)
-        own = passed.args, passed.kwargs
-        counts = self._counts(own)
-        whole = own if counts is None else batch_parts.whole(asked, own, counts)
-        form = passed.form if counts is None else None
-        with self.world.refusable():
-            if asked.dynamic:
-                asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
+            leaves, form = asked.forms.of((args, kwargs))
             state = asked.state
-            base = asked.key(*whole, self.spec, form, state)
-            key = self.value_keys.key(base, self.kept)
-            tensors = [leaf for leaf in passed.leaves if isinstance(leaf, torch.Tensor)]
-            return AdmittedCall(*whole, base, key, tensors, form, state, None if counts is None else self._dealt(counts))
+            context = asked.context_key(state, self.spec)
+            known = None if form is None else form.keys.get(context)
+            arguments = partial(asked.by_name, args, kwargs)
+            if known is not None and not self._tells_rows:
+                key = self.value_keys.key(known.base, self.kept)
+                return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, None)
+            own = arguments()
+        counts = self._counts(own) if self._tells_rows else None
+        whole = own if counts is None else batch_parts.whole(asked, own, counts)
+        with self.world.refusable():
+            if known is None:
+                if asked.dynamic:
+                    asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
+                known = KnownCall(CompilationKey(call_keys.input_key(*whole), *context))
+                if form is not None and counts is None:
+                    known.places = asked.tensor_places(args, kwargs, leaves)
+                    form.keys[context] = known
+            tensors = [leaf for leaf in trees.leaves(own) if isinstance(leaf, torch.Tensor)]
+            key = self.value_keys.key(known.base, self.kept)
+            return AdmittedCall(lambda: whole, known, key, tensors, state, None if counts is None else self._dealt(counts))
+
+    @property
+    def _tells_rows(self) -> bool:
+        """Whether ranks tell each other at each call how many rows their parts of the batch have."""
+        uneven = self.asked.options.local_inputs.uneven_rows
+        return self.asked.inputs == "local" and self.world.has_ranks and (uneven or self._several)
 
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, if they may differ, else None. Raises InputError if they must not differ but do."""
-        asked, uneven = self.asked, self.asked.options.local_inputs.uneven_rows
-        if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
-            return None
-        counts = batch_parts.count_rows(asked, self.world, passed)
-        if uneven:
+        counts = batch_parts.count_rows(self.asked, self.world, passed)
+        if self.asked.options.local_inputs.uneven_rows:
             return counts
         batch_parts.refuse_unequal(counts)
         return None
 
     def _dealt(self, counts: Collection[int]) -> UnevenBatch:
-        axes, world = batch_parts.data_axes(self.asked), self.world
+        mesh, world = self.asked.mesh, self.world
+        axes = mesh.data_axes
         world.groups.prepare([axes])
-        sizes = [axis.size for axis in self.asked.mesh.axes if axis.name in axes]
+        sizes = [mesh.size(name) for name in axes]
         return UnevenBatch(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.failure_guard, "move rows"))
 
     def _examples(self, inputs: Arguments) -> Arguments:
@@ -204,9 +214,10 @@ class Compilations:
 
     def prepare(self, call: AdmittedCall) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
-        args, kwargs, key = call.args, call.kwargs, call.key
+        key = call.key
         changed = self.value_keys.changes(key)
         if key not in self.kept:
+            args, kwargs = call.arguments()
             with self.failure_guard("compile"):
                 with self.world.refusable():
                     self._refuse_changed()
@@ -230,14 +241,18 @@ class Compilations:
 
     def note(self, call: AdmittedCall) -> None:
         """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
-        board, asked = self.world.board, self.asked
-        if board is None or not self._several or asked.inputs == "local" or LENGTH in call.kwargs:
+        board = self.world.board
+        if board is None or not self._several or self.asked.inputs == "local":
             return
+        if call.known.sizes is None:
+            args, kwargs = call.arguments()
+            shapes = [] if LENGTH in kwargs else self.asked.shapes(args, kwargs)  # calls with a cache are compared by themselves
+            rows = [(name.replace(".", "/"), shape) for name, shape in shapes]
+            names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
+            call.known.sizes = names, tuple(int(size) for _, shape in rows for size in shape)
         if self._called is None:
             self._called = board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
-        rows = [(name.replace(".", "/"), shape) for name, shape in asked.shapes(call.args, call.kwargs)]
-        names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
-        self._called.note(names, tuple(int(size) for _, shape in rows for size in shape))
+        self._called.note(*call.known.sizes)
 
     def _drop(self) -> None:
         """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
@@ -310,7 +325,7 @@ class Compilations:
 
     def _compile(self, call: AdmittedCall, changed: list[str], told: Mapping[str, str]) -> tuple[CompilationKey, Compilation]:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
-        args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
+        (args, kwargs), key, asked = call.arguments(), call.key, self.asked
         if changed:
             self.value_keys.open(key)
         if because := value_keys.changes_from(reversed(self.kept), key):
@@ -333,11 +348,11 @@ class Compilations:
             made = self._compile_general(*examples, told)
             if made.kept_fixed:
                 warnings.warn(value_keys.fixed_numbers_note(self.value_keys.inputs, made), stacklevel=5)
-            key, reads = self.value_keys.learn(call.base, made)
+            key, reads = self.value_keys.learn(call.known.base, made)
             general_key = asked.general_key(args, kwargs, key)
         else:
             made = self.general[general_key]
-            key, reads = self.value_keys.learn(call.base, made)
+            key, reads = self.value_keys.learn(call.known.base, made)
         asked.note_batch(made.program)
         examples = self._examples((args, kwargs))  # passes may have found it along another dim
         with self.world.refusable():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from meshc.frontend.module_watch import ModuleState, ModuleWatch
 from meshc.frontend.read_values import Values
 from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir import trees
-from meshc.ir.forms import Form, Forms
+from meshc.ir.forms import Forms
 from meshc.ir.functions import Function
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
@@ -48,7 +49,8 @@ else:
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """A call's arguments: those by position, those by name."""
-
+OptimizerKey: TypeAlias = tuple[tuple[str, Hashable], ...]
+ContextKey: TypeAlias = tuple[call_keys.ModuleKey, OptimizerKey]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class CompilationKey:
 
     inputs: call_keys.InputKey
     module: call_keys.ModuleKey
-    optimizer: tuple[tuple[str, Hashable], ...]
+    optimizer: OptimizerKey
     values: Values | None = None
     _hash: int = field(init=False, repr=False)
 
@@ -75,17 +77,18 @@ class CompilationKey:
         return self is other or (self._hash == other._hash and mine == theirs)
 
 
-class CallArguments(NamedTuple):
-    """A call's arguments, by name where the signature has names.
+@dataclass(eq=False)
+class KnownCall:
+    """What calls that look alike have in common, as long as module, modes and optimizer stay as they are: found at the first of them.
 
-    leaves  theirs, in their order
-    form    one object for all calls that look alike; None where nobody knows what a call looks like
+    base    the key of their compilation, but for the Python values that its program reads
+    places  where their tensors stand among the leaves, in the order of the program's inputs
+    sizes   of dims: their names, and how many there are, as ranks compare them; None: not asked for yet
     """
 
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    leaves: list[object]
-    form: Form | None
+    base: CompilationKey
+    places: tuple[int, ...] = ()
+    sizes: tuple[tuple[str, ...], tuple[int, ...]] | None = None
 
 
 KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": BACKENDS}
@@ -118,7 +121,7 @@ class CompileArguments:
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._trace()
-        self._watch, self._forms = ModuleWatch(self.module), Forms()
+        self._watch, self.forms = ModuleWatch(self.module), Forms()
         self.found_batch: dict[str, int | None] = {}
         """Of inputs of which each rank has a part, along which dim these are joined, by the programs so far."""
         self.adds = False
@@ -141,7 +144,7 @@ class CompileArguments:
             refuse_without_bias(self.module)
         if options.experts.placement is not None:
             self._make_movable()
-        if inputs == "local" and not self._data_axes():
+        if inputs == "local" and not DATA_ROLES & {*map(role, self.mesh.names)}:
             raise PlanError(
                 f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none\n'
                 '  what to do: inputs="global", where every rank passes the whole batch; or a mesh with such an axis, of one rank or more: '
@@ -196,13 +199,13 @@ class CompileArguments:
         found, inner = copy.copy(self), self.module.get_submodule(path)
         found.path, found.by_hand = path, by_hand
         found.called, found.traced = inner, TracedFunction(self.module, partial(call_keys.call_inside, path), inner.forward)
-        found._forms, found.found_batch = Forms(), {}
+        found.forms, found.found_batch = Forms(), {}
         return found._for_other_inputs() if by_hand else found
 
     def with_whole_batch(self) -> CompileArguments:
         """A copy for calls that pass the whole batch on every rank, as the model's own generate does with gathered prompts."""
         found = self.of_model() if self.step is not None else copy.copy(self)
-        found.inputs, found._forms = "global", Forms()
+        found.inputs, found.forms = "global", Forms()
         found.options = found.options.having(uneven_rows=False)
         return found
 
@@ -218,7 +221,7 @@ class CompileArguments:
         inputs, of its updates and of its schedule is not of these."""
         found, model = copy.copy(self), self.module
         found.what = found.called = model
-        found.step, found._forms = None, Forms()
+        found.step, found.forms = None, Forms()
         found.traced = TracedFunction(model, call_keys.call_module, model.forward)
         found.options = self.options.having(schedule=None, training=Training(), expert_bias_update=None)
         return found._for_other_inputs()
@@ -233,59 +236,49 @@ class CompileArguments:
         whole = call_keys.name_of(self.what)
         return f"{self.path} of {whole}" if self.path else whole
 
-    def _data_axes(self) -> list[int]:
-        """Sizes of the data axes."""
-        return [axis.size for axis in self.mesh.axes if role(axis.name) in DATA_ROLES]
-
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different parts of a batch."""
-        return prod(self._data_axes())
+        """Number of parts of a batch, of which each rank passes one; 1 where all pass the whole."""
+        return self.mesh.data_ranks if self.inputs == "local" else 1
 
     # ------------------------------------------------------------------------------------------------------------------- a call
 
     def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """A call's arguments bound to the signature. Raises InputError."""
-        passed = self.call_arguments(args, kwargs)
-        return passed.args, passed.kwargs
-
-    def call_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> CallArguments:
-        """A call's arguments bound to the signature, with the `form` of equal-looking calls. Raises InputError."""
         signature = self.traced.signature
-        leaves, form = self._forms.of((args, kwargs))
-        if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
-            flex_on_cpu.masks_as_inputs()
-            call_keys.refuse_inputs(signature, args, kwargs)
-        inputs = call_keys.canonical_call(signature, args, kwargs, self.traced.parameters)
-        if call_keys.has_hooks(self.called):
-            inputs = (args, kwargs)  # hooks see what is passed by position, and what by name
+        flex_on_cpu.masks_as_inputs()
+        admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
+        inputs = self._in_order(args, kwargs)
         if self._exported:
             names = input_names(signature, *inputs)
             exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole_batch(inputs)), strict=True)))
-        if form is None or args or list(kwargs) != list(inputs[1]):  # they stand in another order now
-            leaves = trees.leaves(inputs)
-        return CallArguments(*inputs, leaves, form)
+        return inputs
+
+    def _in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+        """Arguments by name where the signature names them; hooks see what is passed by position, and what by name."""
+        inputs = call_keys.canonical_call(self.traced.signature, args, kwargs, self.traced.parameters)
+        return (args, kwargs) if call_keys.has_hooks(self.called) else inputs
+
+    def tensor_places(self, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]) -> tuple[int, ...]:
+        """Positions of the tensors among the leaves of a call, in the order of `by_name`."""
+        numbers = itertools.count()
+        numbered: Arguments = trees.map_leaves(lambda _: next(numbers), (args, kwargs))
+        order = cast(list[int], trees.leaves(self._in_order(*numbered)))
+        return tuple(at for at in order if isinstance(leaves[at], torch.Tensor))
 
     @property
     def state(self) -> ModuleState:
         """What of the module decides its program now; the same object as before, as long as the same modules and parameters are in it."""
         return self._watch.state()
 
-    def key(
-        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, form: Form | None = None,
-        state: ModuleState | None = None,
-    ) -> CompilationKey:  # fmt: skip
-        """What a compilation for this call is kept under. form: of its arguments, which decides what those are kept under; state: the
-        module's, if it was just looked at."""
+    def context_key(self, state: ModuleState, spec: OptimizerSpec | None) -> ContextKey:
+        """What beside its inputs decides the compilation of a call: the module and the modes around it, and the optimizer."""
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
-        with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
-            module = call_keys.module_key(state or self.state)
-        if form is None:
-            return CompilationKey(call_keys.input_key(args, kwargs), module, optimizer)
-        found: CompilationKey | None = form.keys.get((module, optimizer))
-        if found is None:
-            found = form.keys[module, optimizer] = CompilationKey(call_keys.input_key(args, kwargs), module, optimizer)
-        return found
+        return call_keys.module_key(state, self.step is not None or torch.is_grad_enabled()), optimizer
+
+    def key(self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None) -> CompilationKey:
+        """What a compilation for this call is kept under, but for the Python values that it reads."""
+        return CompilationKey(call_keys.input_key(args, kwargs), *self.context_key(self.state, spec))
 
     def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: CompilationKey) -> CompilationKey:
         """Key of the compilation for all sizes: dynamic dims are replaced by their names."""
@@ -334,7 +327,7 @@ class CompileArguments:
 
     def joined_inputs(self, inputs: Arguments) -> JoinedInputs | None:
         """How the whole batch is concatenated from the ranks' parts, for tracing; None if ranks have no parts."""
-        if self.inputs == "global" or self.data_ranks == 1:
+        if self.data_ranks == 1:
             return None
         names = input_names(self.traced.signature, *inputs)
         tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
@@ -345,7 +338,7 @@ class CompileArguments:
     def note_batch(self, program: PlainProgram) -> None:
         """Records the batch dims of a program's inputs, for later calls."""
         if self.inputs == "local":
-            axes = {axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
+            axes = {*self.mesh.data_axes}
             for port in program.inputs if axes else ():
                 if port.kind == "input":
                     rows = () if port.sharding is None else port.sharding.parts()

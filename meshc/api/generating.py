@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshc.api import batch_parts
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import World
 from meshc.errors import InputError, StateError
@@ -79,11 +78,11 @@ def of_parts(asked: CompileArguments, world: World, model: Any, args: Sequence[A
         given = _bind_prompts(args, kwargs)
         mine = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
     rest = {name: value for name, value in given.items() if name not in mine}
-    device, place = next(iter(mine.values())).device, _place(asked, dist.get_rank())
+    parts = asked.mesh.data_groups()
+    device, place = next(iter(mine.values())).device, next(at for at, ranks in enumerate(parts) if dist.get_rank() in ranks)
     with world.failure_guard("bring prompts together"):
-        told = _prompts_by_place(
-            asked, _gather_prompts(world, {STATE: _states(device).get_rng_state(), **{name: x.cpu() for name, x in mine.items()}})
-        )
+        all_ranks = _gather_prompts(world, {STATE: _states(device).get_rng_state(), **{name: x.cpu() for name, x in mine.items()}})
+        told = [all_ranks[ranks[0]] for ranks in parts]  # those that have the same part pass the same
         states = [one.pop(STATE) for one in told]
         _refuse_unlike(told)
         before = max(_length(one) for one in told) - _length(mine)
@@ -94,7 +93,7 @@ def of_parts(asked: CompileArguments, world: World, model: Any, args: Sequence[A
         tokens = generate(**whole, **rest)
     if not isinstance(tokens, Tensor):
         raise _all(
-            'tokens alone come back of a batch that ranks have parts of\n  what to do: leave return_dict_in_generate out; or compile with '
+            "tokens alone come back of a batch that ranks have parts of\n  what to do: leave return_dict_in_generate out; or compile with "
             'inputs="global", and pass all prompts on every rank'
         )
     times = len(tokens) // sum(counts)
@@ -178,23 +177,6 @@ def _gather_prompts(world: World, mine: Prompts) -> list[Prompts]:
     filled = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
     found = collectives.all_gather(filled[None], group).wait().cpu()
     return [torch.load(io.BytesIO(bytes(row[:size].tolist())), weights_only=True) for row, size in zip(found, sizes, strict=True)]
-
-
-def _place(asked: CompileArguments, rank: int) -> int:
-    """The number of a rank's part, in the order of the batch."""
-    here, found = asked.mesh.coordinates(rank), 0
-    sizes = {axis.name: axis.size for axis in asked.mesh.axes}
-    for axis in batch_parts.data_axes(asked):
-        found = found * sizes[axis] + here[axis]
-    return found
-
-
-def _prompts_by_place(asked: CompileArguments, told: Sequence[Prompts]) -> list[Prompts]:
-    """One rank's for each part: those that have the same part pass the same."""
-    found: dict[int, Prompts] = {}
-    for rank, one in enumerate(told):
-        found.setdefault(_place(asked, rank), one)
-    return [found[place] for place in sorted(found)]
 
 
 def _refuse_unlike(told: Sequence[Prompts]) -> None:

@@ -115,7 +115,7 @@ class Program:
         shared = batch_parts.rank_parts(self.asked)
         tell_trainer(called, shared, trainer.save_by_all)
         stock_models.tell_generate(called)
-        self._run = with_trainer_counts(self.__call__, self._batch_parts) if is_marked(called) else self.__call__
+        self._run = with_trainer_counts(self.__call__, self.asked.data_ranks) if is_marked(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
             tell_accelerate(called, shared)
@@ -213,7 +213,7 @@ class Program:
         session, own = compilation.session, compilation.reads.numbers()
         assert session is not None
         with self.world.refusable():
-            session.check(tensors, dealt, call.form, call.state)
+            session.check(tensors, dealt, call.known, call.state)
         self.compilations.note(call)
         self.world.begin(self.asked.name)
         if dealt is not None:
@@ -231,15 +231,10 @@ class Program:
         session.store.step += 1
         return session.build_output(session.parts(leaves, dealt), tensors)
 
-    @property
-    def _batch_parts(self) -> int:
-        """Number of parts of a batch, of which each rank passes one."""
-        return self.asked.data_ranks if self.asked.inputs == "local" else 1
-
     def _look_at_schedules(self, store: Store) -> None:
         """At the second call in training, before which a loop has its schedulers."""
         self._trained += 1
-        if self._trained == 2 and (note := schedule_note(self._batch_parts, store.parameter_key)):
+        if self._trained == 2 and (note := schedule_note(self.asked.data_ranks, store.parameter_key)):
             warn_at_users_line(note)
 
     def _train(

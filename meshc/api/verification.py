@@ -205,7 +205,7 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
-        held = call_keys.module_key(ModuleWatch(twin).state())
+        held = call_keys.module_key(ModuleWatch(twin).state(), ask.grad)
         again = _twins(program, (program.general, double, held, _optimizer_key(program)), request)
         singles.extend(again.singles)
         plain = instance.program_for_shapes(again.plain, shapes)

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from meshc.errors import InputError
-from meshc.frontend import admission
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
 from meshc.ir.functions import Function
-from meshc.ir.paths import input_names
 
 
 def name_of(what: object) -> str:
@@ -78,11 +76,6 @@ def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
         return None
 
 
-def refuse_inputs(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Refuses inputs that no program takes. Raises InputError."""
-    admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
-
-
 InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]
 
 
@@ -130,9 +123,9 @@ def _hashable(value: object) -> object:
 ModuleKey: TypeAlias = tuple[ModuleState, bool, tuple[tuple[str, torch.dtype], ...]]
 
 
-def module_key(state: ModuleState) -> ModuleKey:
+def module_key(state: ModuleState, grad: bool) -> ModuleKey:
     """What else of a module decides its program: its state (`ModuleWatch.state`), grad mode and autocast state."""
-    return state, torch.is_grad_enabled(), autocast_state()
+    return state, grad, autocast_state()
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

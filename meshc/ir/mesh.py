@@ -171,6 +171,20 @@ class Mesh:
         """The axis of pipeline stages, if there is one with more than one rank."""
         return next((axis for axis in self.axes if role(axis.name) == "pp" and axis.size > 1), None)
 
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of a batch, with `inputs="local"`: of a data role, and of several ranks."""
+        return tuple(axis.name for axis in self.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of these parts."""
+        return math.prod(self.size(name) for name in self.data_axes)
+
+    def data_groups(self) -> list[list[int]]:
+        """The ranks that have the same part, a list for each part, in the order of the batch."""
+        return self.groups([name for name in self.names if name not in self.data_axes])
+
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates, one for each axis."""
         faults = [f"axis {name} is not in the mesh" for name in coordinates if name not in self.names]

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Final, TypeVar
 
 import torch.distributed as dist
@@ -212,19 +213,23 @@ def _wait_for_keys(board: FailureBoard, store: dist.Store, keys: Mapping[int, st
         board.awaited = None
 
 
-@contextmanager
-def refusable(board: FailureBoard | None) -> Iterator[None]:
+class refusable:
     """A context for a rank's local work before it sends anything, in a call or a compilation. A MeshcError inside stops the other ranks as
     usual, unless all ranks refuse here: then the error is marked `everywhere`, and the run can go on where it is caught."""
-    try:
-        yield
-    except PeerError:
-        raise
-    except MeshcError as error:
-        if board is not None and not error.compared and not board.has_failure:
-            error.compared = True
-            error.everywhere = all_refuse(board, error)
-        raise
+
+    __slots__ = ("_board",)
+
+    def __init__(self, board: FailureBoard | None) -> None:
+        self._board = board
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        board = self._board
+        if isinstance(error, MeshcError) and not isinstance(error, PeerError) and board is not None:
+            if not error.compared and not board.has_failure:
+                error.compared = True
+                error.everywhere = all_refuse(board, error)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from meshc.frontend.frames import warn_at_users_line
-from meshc.ir.mesh import DATA_ROLES, role
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.store import Store
 
@@ -27,14 +26,10 @@ class DuplicateBatchCheck:
     """The check for one program; its result is kept per model, since a model has a program for each input size."""
 
     def __init__(self, program: PlainProgram, store: Store) -> None:
-        sizes = {axis.name: axis.size for axis in program.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
         trains = "backward" in program.stages or any(port.kind in ("parameter", "gradient") for port in program.outputs)
-        found: dict[tuple[int, ...], int] = {}
-        for rank in program.mesh.ranks if program.info.get("inputs") == "local" and trains and sizes else ():
-            place = program.mesh.coordinates(rank)
-            found.setdefault(tuple(place[name] for name in sizes), rank)
-        self._first, self._axes = list(found.values()), tuple(sizes)
-        self._others = len(list(program.mesh.ranks)) // max(1, len(found))
+        parts = program.mesh.data_groups() if program.info.get("inputs") == "local" and trains else []
+        self._first, self._axes = [ranks[0] for ranks in parts], program.mesh.data_axes
+        self._others = program.mesh.world_size // max(1, len(parts))
         self._seen = _SEEN.setdefault(store, _SeenBatch())
 
     @property

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,8 @@ from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
 from meshc.ir import layouts, op_name, spmd
-from meshc.ir.forms import Form
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.random import seed_step
@@ -124,8 +124,8 @@ class Session:
         self._cached = CachePorts(self.inputs, self.results, self.caches)
         self._stands = False
         """Whether this call has found the model unchanged."""
-        self._fit: set[Form] = set()
-        """Forms of calls whose inputs were checked and fit."""
+        self._fit: WeakSet[object] = WeakSet()
+        """Of calls whose inputs were checked and fit, what those that look alike have in common."""
         self.calls = 0
         self.check_inputs = check_inputs
         self._partners, self._common = _ranks_with_equal_inputs(program), _batchless_inputs(program)
@@ -148,7 +148,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------------- inputs
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        """All inputs of the executor, by key."""
+        """All inputs of the executor, by key. Called without gradients."""
         self.store.check_filled()
         stands, self._stands = self._stands, False
         self.store.adopt_changes(stands)
@@ -156,9 +156,8 @@ class Session:
         if self.stream is not None:
             self._note(self.stream, numbers)
         values: dict[str, torch.Tensor] = dict(self._buffers)
-        with torch.no_grad():
-            for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
-                values[port.key] = self._input_tile(place, port, tensor)
+        for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
+            values[port.key] = self._input_tile(place, port, tensor)
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
             values[key] = tensor if self.backwards is None else tensor.clone()  # a backward comes after other calls, maybe
@@ -217,17 +216,15 @@ class Session:
             found = self._placed[port.key] = layouts.torch_placements(port.sharding, self.program.mesh)
         return found
 
-    def check(
-        self, tensors: Sequence[object], dealt: UnevenBatch | None = None, form: Form | None = None, state: ModuleState | None = None
-    ) -> None:
+    def check(self, tensors: Sequence[object], dealt: UnevenBatch | None, known: object, state: ModuleState) -> None:
         """Raises for inputs that the program was not compiled for, and for a model without values, before anything is sent. dealt: row
-        counts of inputs in uneven parts. form: calls of an equal form are checked once; state: of the model, likewise."""
+        counts of inputs in uneven parts. known: one object for all calls that look alike, which are checked once; state: of the model,
+        likewise."""
         self.store.refuse_unfilled()
         self._stands = self.store.refuse_changed_model(state)
-        if form is None or dealt is not None or form not in self._fit:
+        if known not in self._fit:
             self._refuse_misfits(tensors, dealt)
-            if form is not None and dealt is None:
-                self._fit.add(form)
+            self._fit.add(known)
 
     def _refuse_misfits(self, tensors: Sequence[object], dealt: UnevenBatch | None) -> None:
         faults = []
@@ -330,7 +327,7 @@ class Session:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         if tensors and self._cached.stand(leaves, tensors):
             return self.output_tree.build_around(AS_PASSED, [leaves[at] for at in self._cached.beside])
-        with _SkipEmptyCat():
+        with _SkipEmptyCat() if self.caches else nullcontext():
             return self.output_tree.build(leaves)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
@@ -363,17 +360,17 @@ class Session:
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One call: values, schedule, write-back. Returns every value by key."""
-        if self._graphed is None:
-            return self.work(self.values(tensors, numbers))
-        env = self._graphed.run(tensors, numbers)
+        with torch.no_grad():
+            if self._graphed is None:
+                return self.work(self.values(tensors, numbers))
+            env = self._graphed.run(tensors, numbers)
         self.cuda_graph = self._graphed.status
         return env
 
     def work(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The schedule on given values, and the write-back."""
-        with torch.no_grad():
-            env = self.executor.run(values, self.store.step)
-            self.finish(env)
+        env = self.executor.run(values, self.store.step)
+        self.finish(env)
         return env
 
 
@@ -400,19 +397,15 @@ def _ranks_with_equal_inputs(program: PlainProgram) -> list[list[int]]:
     inputs = program.info.get("inputs")
     if inputs not in ("global", "local"):
         return []
-    axes = [axis.name for axis in program.mesh.axes if inputs == "local" and role(axis.name) in DATA_ROLES]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in program.mesh.ranks:
-        place = program.mesh.coordinates(rank)
-        found.setdefault(tuple(place[name] for name in axes), []).append(rank)
-    return [ranks for ranks in found.values() if len(ranks) > 1]
+    found = program.mesh.data_groups() if inputs == "local" else [[*program.mesh.ranks]]
+    return [ranks for ranks in found if len(ranks) > 1]
 
 
 def _batchless_inputs(program: PlainProgram) -> frozenset[str]:
     """Names of inputs without a batch dim, in a program whose ranks pass parts of the batch."""
     if program.info.get("inputs") != "local":
         return frozenset()
-    axes = {axis.name for axis in program.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
+    axes = {*program.mesh.data_axes}
     ports = [port for port in program.inputs if port.kind == "input"] if axes else []
     return frozenset(port.name for port in ports if port.sharding is None or not axes & port.sharding.split_axes())
 

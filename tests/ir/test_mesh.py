@@ -72,6 +72,13 @@ def test_groups() -> None:
     assert mesh.groups([]) == [[0], [1], [2], [3], [4], [5]]
 
 
+def test_ranks_with_one_part_of_a_batch() -> None:
+    mesh = Mesh("tp=2,dp=2,pp=1,ep=1")
+    assert (mesh.data_axes, mesh.data_ranks, mesh.data_groups()) == (("dp",), 2, [[0, 2], [1, 3]])
+    assert (Mesh("tp=3").data_ranks, Mesh("tp=3").data_groups()) == (1, [[0, 1, 2]])
+    assert Mesh("dp=2,ep=2").data_groups() == [[0], [1], [2], [3]]
+
+
 @given(meshes(), st.data())
 def test_groups_partition_the_ranks(mesh: Mesh, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(mesh.names), unique=True))
