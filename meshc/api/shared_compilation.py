@@ -20,12 +20,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from meshc import environment, errors
+from meshc import environment
 from meshc.api import cache_entry, compilation_result, job_key, progress
 from meshc.api.compilation_result import CompilationResult
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.value_keys import changes_text
-from meshc.errors import ArtifactError, CaptureError, MeshcError, PeerError
+from meshc.errors import ArtifactError, CaptureError
 from meshc.frontend.dependencies import Dependencies
 from meshc.frontend.libraries import stock_models
 from meshc.frontend.output_tree_data import NotPlainData
@@ -34,7 +34,7 @@ from meshc.lazy_module import LazyModule
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
 from meshc.program.program import PlainProgram
-from meshc.runtime.agreement import store_broadcast
+from meshc.runtime.agreement import compare
 from meshc.runtime.failure.failed_rank import FailureBoard, check_after_passes
 
 if TYPE_CHECKING:
@@ -120,15 +120,10 @@ def _new(
 
 def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[CompilationResult, Dependencies]]) -> CompilationResult:
     """Compiles on rank 0, and sends the result to all ranks."""
-    turn = store_broadcast.next_turn()
-    store_broadcast.delete_sent(board)
-    try:
+    turn = compare.next_turn()
+    compare.delete_sent(board)
+    with compare.raised_on_all(board, turn):
         found, read = new()
-    except PeerError:
-        raise
-    except MeshcError as error:
-        store_broadcast.send(board, turn, _error_bytes(error))
-        raise
     why = read.why
     try:
         data = b"" if why else compilation_result.pack_result(found)
@@ -136,7 +131,7 @@ def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[
         why, data = str(error), b""
     told = replace(read, why=why).to_json() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
     told["verifies"] = environment.verifying()
-    store_broadcast.send(board, turn, json.dumps(told).encode() + b"\n" + data)
+    compare.send(board, turn, json.dumps(told).encode() + b"\n" + data)
     if why:
         warnings.warn(
             f"every rank compiles this program for itself, since rank 0's cannot serve the others: {why}\n"
@@ -146,21 +141,10 @@ def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[
     return replace(found, given=not why, compared=tuple(read.values))
 
 
-def _error_bytes(error: MeshcError) -> bytes:
-    return json.dumps({"kind": type(error).__name__, "text": str(error)}).encode() + b"\n"
-
-
-def _received_error(told: Mapping[str, str]) -> MeshcError:
-    error: MeshcError = getattr(errors, told["kind"], MeshcError)(told["text"])
-    return error
-
-
 def _receive_result(board: FailureBoard, request: Request, alone: Callable[[], CompilationResult]) -> CompilationResult:
     """Rank 0's program; where it cannot serve this rank, what `alone` compiles."""
-    head, _, data = store_broadcast.receive(board, store_broadcast.next_turn()).partition(b"\n")
+    head, _, data = compare.receive(board, compare.next_turn()).partition(b"\n")
     began, told = time.monotonic(), json.loads(head)
-    if "kind" in told:
-        raise _received_error(told)
     read = Dependencies.from_json(told)
     if told["why"] or (environment.verifying() and not told["verifies"]):
         return replace(alone(), compared=tuple(read.values))
@@ -187,21 +171,16 @@ def _receive_result(board: FailureBoard, request: Request, alone: Callable[[], C
 
 def for_outputs(board: FailureBoard | None, found: CompilationResult, received: Collection[str]) -> PlainProgram:
     """The program whose backward begins at the outputs named in `received`. All ranks call it, for the same outputs."""
-    turn = None if board is None else store_broadcast.next_turn()
+    turn = None if board is None else compare.next_turn()
     if found.lowered is None and board is not None and turn is not None and board.rank > 0:
         return _with_backward_given(board, turn, found.program)
     if board is None or turn is None or not found.given:
         return _specialise_outputs(found, received)
-    store_broadcast.delete_sent(board)
-    try:
+    compare.delete_sent(board)
+    with compare.raised_on_all(board, turn):
         program = _specialise_outputs(found, received)
         data = compilation_result.pack_program(replace(program, stages={"backward": program.stages["backward"]}, schedule=(), constants={}))
-    except PeerError:
-        raise
-    except MeshcError as error:
-        store_broadcast.send(board, turn, _error_bytes(error))
-        raise
-    store_broadcast.send(board, turn, b"\n" + data)
+    compare.send(board, turn, data)
     return program
 
 
@@ -212,8 +191,5 @@ def _specialise_outputs(found: CompilationResult, received: Collection[str]) -> 
 
 def _with_backward_given(board: FailureBoard, turn: int, program: PlainProgram) -> PlainProgram:
     """The program with the backward that rank 0 gives."""
-    head, _, data = store_broadcast.receive(board, turn).partition(b"\n")
-    if head:
-        raise _received_error(json.loads(head))
-    given, _ = compilation_result.unpack_program(data, program.mesh)
+    given, _ = compilation_result.unpack_program(compare.receive(board, turn), program.mesh)
     return replace(program, stages={**program.stages, **given.stages}, inputs=given.inputs, outputs=given.outputs)

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +32,19 @@ from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.failure.peers import AwaitedRanks
 
 _POLL_S: Final = 0.01
-LONG_POLL_S: Final = 0.1
+_LONG_POLL_S: Final = 0.1
+"""Interval to which that of a wait for rank 0's work grows."""
 _LOOK_S: Final = 1.0
 """Interval at which a waiting rank looks for the ranks that are missing."""
 REFUSAL_S: Final = 5.0
 """Seconds that a rank that refuses waits for the others to refuse, or to be seen doing something else."""
-ROUNDS: Final = itertools.count()
-"""Numbers of the agreements, which all ranks enter in one order."""
+_TURNS: Final = itertools.count()
+"""Numbers of the exchanges, which all ranks enter in one order."""
+PIECE: Final = 1 << 20
+"""Bytes: torch's store refuses values of more than 8 MiB."""
+_SENT: Final[list[str]] = []
+"""Keys that this rank, as rank 0, has written and not yet deleted."""
+Given = TypeVar("Given")
 _MET: Final[dict[str, str]] = {}
 """Ranks of a rendezvous -> this rank's key in the store of the last one."""
 _DOING: Final = "what they do"
@@ -148,11 +155,9 @@ def _todo(advice: Callable[[str], str] | None, field: str) -> str:
 
 def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
     """The full text of a field on rank `other`, and a text of possible causes. All ranks call this, since all have seen the difference."""
-    store, turn = store_of(board), next(ROUNDS)
+    store, turn = store_of(board), next_turn()
     store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
-    while not store.check([f"in_full/{turn}/{other}"]):
-        board.check()
-        time.sleep(_POLL_S)
+    _wait(board, {other: f"in_full/{turn}/{other}"})
     theirs = json.loads(store.get(f"in_full/{turn}/{other}"))
     differing = [name for name in mine if name != field and mine[name] != theirs[name]]
     return theirs[field], "".join(f"\n  what may be behind it: {_difference(name, mine[name], other, theirs[name])}" for name in differing)
@@ -165,21 +170,21 @@ def _short(text: str) -> str:
 
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
     """The descriptions of all ranks, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
-    store, turn = store_of(board), next(ROUNDS)
+    store, turn = store_of(board), next_turn()
     if mine[_DOING] != _REFUSE:  # which a rank may do alone
         board.numbers.note_sends(range(board.world_size))
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
-    with _wait_for_keys(board, store, dict(enumerate(keys)), mine[_DOING]) as check:
-        while not store.check(keys):
-            check()
-            ahead = board.ahead()
-            if ahead is not None and not store.check(keys):  # or it has left this round already
-                raise _Ahead(ahead)
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(_POLL_S)
+
+    def look() -> None:
+        ahead = board.ahead()
+        if ahead is not None and not store.check(keys):  # or it has left this round already
+            raise _Ahead(ahead)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+    _wait(board, dict(enumerate(keys)), mine[_DOING], look)
     described = [json.loads(store.get(key)) for key in keys]
     store.delete_key(f"{turn - 1}/{board.rank}")  # all have come to this round, so all have read the last one
     return described
@@ -189,26 +194,33 @@ def store_of(board: FailureBoard) -> dist.Store:
     return dist.PrefixStore("agreement", board.store)
 
 
-@contextmanager
-def _wait_for_keys(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], where: str) -> Iterator[Callable[[], None]]:
-    """A context for waiting for `keys` (rank -> the key that it writes), with a function to call while polling. The function raises
-    PeerError if a rank has failed or left, and tells the board the missing ranks, which are named in a warning if the wait is long."""
-    looked_at = time.monotonic()
+def next_turn() -> int:
+    """The number of the next exchange through the store. All ranks call this, in one order, whether or not they will receive."""
+    return next(_TURNS)
 
-    def check() -> None:
-        nonlocal looked_at
-        board.check()
-        if time.monotonic() < looked_at + _LOOK_S:
-            return
-        looked_at = time.monotonic()
-        missing = frozenset(rank for rank, key in keys.items() if not store.check([key]))
-        if board.awaited is None or board.awaited.ranks != missing:
-            board.awaited = AwaitedRanks(missing, where)
-        for rank in missing:
-            board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
 
+def _wait(board: FailureBoard, keys: Mapping[int, str], doing: str = "", look: Callable[[], None] = lambda: None) -> None:
+    """Returns when the store has all `keys` (rank -> the key that it writes). Raises PeerError if a rank has failed, or a missing one has
+    left.
+
+    doing  what the missing ranks, of which the board is told, have not come to: so a warning of a long wait names them. "": none is due,
+           since rank 0 works for all
+    look   called at each poll; may raise
+    """
+    store, looked_at, pause_s = store_of(board), time.monotonic(), _POLL_S
     try:
-        yield check
+        while not store.check([*keys.values()]):
+            board.check()
+            look()
+            if time.monotonic() >= looked_at + _LOOK_S:
+                looked_at = time.monotonic()
+                missing = frozenset(rank for rank, key in keys.items() if not store.check([key]))
+                if doing and (board.awaited is None or board.awaited.ranks != missing):
+                    board.awaited = AwaitedRanks(missing, doing)
+                for rank in missing:
+                    board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
+            time.sleep(pause_s)
+            pause_s = _POLL_S if doing else min(pause_s + _POLL_S, _LONG_POLL_S)
     finally:
         board.awaited = None
 
@@ -251,34 +263,75 @@ def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
     return all(one[_DOING] == _REFUSE and one["kind"] == type(error).__name__ for one in described)
 
 
-Given = TypeVar("Given")
+@contextmanager
+def raised_on_all(board: FailureBoard, turn: int) -> Iterator[None]:
+    """A context for rank 0 before `send`: a MeshcError inside is raised by `receive` too, and is no failure of a rank: the run can go on
+    where it is caught."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except MeshcError as error:
+        error.everywhere = error.compared = True
+        store_of(board).set(_sent_key(turn), json.dumps({"kind": type(error).__name__, "text": str(error)}))
+        raise
+
+
+def send(board: FailureBoard, turn: int, data: bytes) -> None:
+    """Writes `data` to the store, on rank 0: compressed, in pieces that the store accepts, and at last how many, with a hash of all."""
+    store, key = store_of(board), _sent_key(turn)
+    small = zlib.compress(data, 6)
+    pieces = [small[begin : begin + PIECE] for begin in range(0, len(small), PIECE)]
+    for index, piece in enumerate(pieces):
+        store.set(f"{key}/{index}", piece)  # type: ignore[arg-type]  # bytes too
+        _SENT.append(f"{key}/{index}")
+    _SENT.append(key)
+    store.set(key, json.dumps({"pieces": len(pieces), "hash": _hash(small)}))
+
+
+def delete_sent(board: FailureBoard) -> None:
+    """Deletes what was sent from the store, on rank 0. All ranks must have read it, as after a later agreement."""
+    store = store_of(board)
+    while _SENT:
+        store.delete_key(_SENT.pop())
+
+
+def receive(board: FailureBoard, turn: int) -> bytes:
+    """The bytes that rank 0 sends in this turn, without a timeout. Raises what rank 0 has raised, PeerError if a rank fails or rank 0
+    leaves before, StateError if they arrive corrupted."""
+    store, key = store_of(board), _sent_key(turn)
+    _wait(board, {0: key})
+    head = json.loads(store.get(key))
+    if "kind" in head:
+        raised: MeshcError = getattr(errors, head["kind"], MeshcError)(head["text"])
+        raised.everywhere = raised.compared = True
+        raise raised
+    small = b"".join(store.get(f"{key}/{index}") for index in range(head["pieces"]))
+    if _hash(small) != head["hash"]:
+        raise StateError("what rank 0 has sent came otherwise than it was sent\n  what to do: look at the network, and start again")
+    return zlib.decompress(small)
+
+
+def _sent_key(turn: int) -> str:
+    return f"sent/{turn}"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
-    """The result of `work` on rank 0 (a JSON value), on every rank. A MeshcError of `work` is raised on all ranks, and is no failure of a
-    rank: the run can go on where it is caught. All ranks call this, in one order; the others wait without a timeout."""
+    """The result of `work` on rank 0 (a JSON value), or its MeshcError, on every rank. All ranks call this, in one order; the others wait
+    without a timeout."""
     if board is None:
         return work()
-    store, key = store_of(board), f"from_rank_0/{next(ROUNDS)}"
+    turn = next_turn()
     if board.rank == 0:
-        try:
+        with raised_on_all(board, turn):
             value = work()
-        except MeshcError as error:
-            error.everywhere = True
-            store.set(key, json.dumps({"kind": type(error).__name__, "text": str(error)}))
-            raise
-        store.set(key, json.dumps({"value": value}))
+        send(board, turn, json.dumps(value).encode())
         return value
-    while not store.check([key]):
-        board.check()
-        board.refuse_gone(0, lambda: store.check([key]))
-        time.sleep(LONG_POLL_S)
-    found = json.loads(store.get(key))
-    if "kind" in found:
-        raised: MeshcError = getattr(errors, found["kind"], MeshcError)(found["text"])
-        raised.everywhere = True
-        raise raised
-    given: Given = found["value"]
+    given: Given = json.loads(receive(board, turn))
     return given
 
 
@@ -286,15 +339,12 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     """The texts of all ranks, in the order of ranks, on rank 0; None on the others, without waiting. All ranks call this, in one order."""
     if board is None:
         return [text]
-    store, turn = store_of(board), next(ROUNDS)
+    store, turn = store_of(board), next_turn()
     keys = [f"to_rank_0/{turn}/{rank}" for rank in range(board.world_size)]
     store.set(keys[board.rank], text)
     if board.rank != 0:
         return None
-    with _wait_for_keys(board, store, dict(enumerate(keys)), "hand in what rank 0 collects") as check:
-        while not store.check(keys):
-            check()
-            time.sleep(_POLL_S)
+    _wait(board, dict(enumerate(keys)), "hand in what rank 0 collects")
     found = [store.get(key).decode() for key in keys]
     for key in keys:
         store.delete_key(key)
@@ -314,10 +364,7 @@ def rendezvous(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) 
     store, group = store_of(board), ",".join(map(str, ranks))
     keys = {rank: f"meet/{group}/{turn}/{rank}" for rank in ranks}
     store.set(keys[board.rank], "")
-    with _wait_for_keys(board, store, keys, what) as check:
-        while not store.check([*keys.values()]):
-            check()
-            time.sleep(_POLL_S)
+    _wait(board, keys, what)
     store.delete_key(_MET.get(group, ""))  # all have come here, so nobody waits for the time before
     _MET[group] = keys[board.rank]
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import meshc
 from meshc.passes.trace import capture_model
-from meshc.runtime.agreement import store_broadcast
+from meshc.runtime.agreement import compare
 from meshc.runtime.failure.watch import SILENT_END_S
 from meshc.runtime.run import backward_programs, session
 from meshc.runtime.state import adoption, state_dicts
@@ -75,7 +75,7 @@ PLACES: Final[dict[str, tuple[Any, str, int]]] = {
     "save": (state_dicts, "_full", 1),
 }
 """Where the deed is done from inside: before the given call of this function."""
-WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (store_broadcast, "receive", 2)}
+WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (compare, "receive", 2)}
 """Likewise on another rank than rank 0, which does that work for it."""
 OUTSIDE: Final = ("before", "meet", "between", "exit")
 PHASES: Final = ("before", "meet", "compile", "load", "first call", "step", "backward", "save", "between", "exit")
