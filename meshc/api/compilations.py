@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshc.api import batch_parts, cached_calls, module_mode, shared_compilation, value_keys
+from meshc.api import batch_parts, cached_calls, job_key, module_mode, shared_compilation, value_keys
 from meshc.api.compilation_result import CompilationResult
 from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments, KnownCall
 from meshc.api.value_keys import ValueKeys
@@ -222,9 +222,10 @@ class Compilations:
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
-                told = descriptions.describe_compilation(self.asked, args, kwargs, key)
+                told = job_key.describe_compilation(self.asked, args, kwargs, key)
                 because = descriptions.VALUES if changed else descriptions.INPUTS
-                self.world.agree_on_request(told | {descriptions.VALUES: "; ".join(changed)}, partial(self._refusal, told), because)
+                mine, refusal = told | {descriptions.VALUES: "; ".join(changed)}, partial(self._refusal, told)
+                self.world.agree("compile", mine, advice=descriptions.advice, ahead=because, error=refusal)
                 if changed or self.value_keys.stale():
                     self.__dict__.pop("_sizes", None)  # what they share was traced with other values
                 key, compilation = self._compile(call, changed, told)

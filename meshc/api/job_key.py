@@ -1,6 +1,7 @@
-"""Key of a compilation in the on-disk cache: one hash of all that its program depends on, except what its trace reads of Python.
+"""Description of a compilation by field, on which ranks agree, and its key in the on-disk cache: one hash of this and of all else that its
+program depends on, except what its trace reads of Python.
 
-    what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer (runtime.agreement)
+    what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer
     what the passes get     every field of the request: which function is traced, where the model's state lies already
     what the model is       its modules' classes, and the numbers, flags and texts that they and their configurations hold
     what else               installed libraries, the table of devices, the machine's GPUs
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -23,19 +24,79 @@ import torch
 from torch import nn
 
 from meshc import environment
+from meshc.api.compile_arguments import CompilationKey, CompileArguments, OptimizerKey
+from meshc.frontend import call_keys
+from meshc.frontend.gradient_hooks import hooks_in
 from meshc.frontend.portable_values import is_plain
 from meshc.frontend.traced_code import digest_of, name_of
+from meshc.frontend.train_step import TrainStep
+from meshc.ir.functions import Keywords
 from meshc.ir.mesh import Mesh
+from meshc.ops import registered
 from meshc.ops.registered import RULES
-from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.optimizer.optimizer import OptimizerSpec, numbers
 from meshc.options import Options
 from meshc.passes.phases.request import Request
-from meshc.runtime.agreement.descriptions import FOLDERS, stable
+from meshc.runtime.agreement.descriptions import EVALUATION, FOLDERS, FROZEN, INPUTS, describe_environment, entries_text, stable
 
 LIBRARIES: Final = ("torch", "numpy", "scipy", "sympy", "triton", "safetensors", "transformers", "peft", "accelerate")
 """Whose files are compared by their versions, or decide something of a program."""
 TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan", "options")
 """Fields of a request that are objects, of which the rest of the key says what they are."""
+
+
+def describe_compilation(asked: CompileArguments, args: Sequence[object], kwargs: Keywords, key: CompilationKey) -> dict[str, str]:
+    """The fields of a compilation that a call is about to start, under this key."""
+    (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
+    found = {**describe_environment(), **_describe_request(asked), **_model(asked.module)}
+    if asked.step is not None:
+        found |= _step(asked.step, asked.module, optimizer)
+    found |= {"grad mode": str(grad), "autocast": stable(autocast)}
+    found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
+    return {**found, INPUTS: call_keys.describe_inputs(args, kwargs)}
+
+
+def _describe_request(asked: CompileArguments) -> dict[str, str]:
+    """The arguments of `meshc.compile` beside the model and its inputs."""
+    found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
+    found["the module that is called"] = asked.path or "the model"
+    found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
+    found["names="] = stable(asked.names)
+    found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}
+    found["the registered rules"] = stable(registered.by_name())
+    return found | {f"the option {name}": stable(value) for name, value in asked.options.by_name().items() if name not in FOLDERS}
+
+
+def _model(module: nn.Module) -> dict[str, str]:
+    """Parameters and buffers by name, dtype and shape, and the flags that are part of a program's cache key."""
+    parameters = dict(module.named_parameters())
+    tensors = [(name, f"{t.dtype} {list(t.shape)}") for name, t in (*parameters.items(), *module.named_buffers())]
+    modules = dict(module.named_modules())
+    return {
+        "the model": entries_text(tensors),
+        EVALUATION: _names_text([name or "the model itself" for name, m in modules.items() if not m.training], len(modules)),
+        FROZEN: _names_text([name for name, p in parameters.items() if not p.requires_grad], len(parameters)),
+    }
+
+
+def _step(train_step: TrainStep, module: nn.Module, key: OptimizerKey) -> dict[str, str]:
+    """The fields of a TrainStep. key: its optimizer's flags, and branches on numbers."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = train_step.optimizers.param_groups
+    held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
+    return {
+        **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "microbatches", "batch_mix")},
+        "the gradient hooks": entries_text((name, hooks.names()) for name, hooks in hooks_in(module).items()),
+        "the optimizer": entries_text(key),
+        "the optimizer's parameters": entries_text(held),
+        "the optimizer's numbers": entries_text(
+            (f"{name} of group {i}", value) for i, row in enumerate(numbers(train_step.optimizers)) for name, value in row.items()
+        ),
+    }
+
+
+def _names_text(names: list[str], count: int) -> str:
+    return "none" if not names else f"all {count}" if len(names) == count else "; ".join(names)
 
 
 def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:

@@ -4,7 +4,7 @@
     rank 1   waits ........................... finds the same in the same places, and reads the program       hash
     rank 2   waits ........................... norm.eps differs: warns, compiles for itself ...........       hash
 
-Before, all have agreed on inputs, model, plan, options, optimizer (`meshc.runtime.agreement.descriptions`); behind it they compare the
+Before, all have agreed on inputs, model, plan, options, optimizer (`meshc.api.job_key`); behind it they compare the
 hashes of what they have, as ever. So ranks that differ in what their model's code reads are refused, where that makes another program,
 with the place and both values; what no code reads may differ (`docs/decisions/one-program-for-all-ranks.md`).
 """

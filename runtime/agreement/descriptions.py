@@ -1,4 +1,4 @@
-"""Descriptions of a compilation or a run, as text by field, which must be equal on all ranks before anything is compiled or sent.
+"""Descriptions of what must be equal on all ranks before anything is compiled or sent, as text by field.
 
     the versions             torch 2.13.0; meshc 0.1.0; python 3.11
     the environment          MESHC_TRACE: set; NCCL_ALGO: not set; ...
@@ -7,7 +7,8 @@
     ...
     inputs                   x float32 [6, 24], target int64 [6]
 
-There is a field for each thing that a user sets, so that a message names it. The compiled program is compared after compilation.
+There is a field for each thing that a user sets, so that a message names it (of a compilation: `meshc.api.job_key`). The compiled program
+is compared after compilation.
 
 Left out on purpose, since ranks may differ in them: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
 MESHC_TRACE, the option cache), what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its
@@ -22,60 +23,20 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
 
 from meshc import environment
-from meshc.frontend import call_keys
-from meshc.frontend.gradient_hooks import hooks_in
-from meshc.frontend.train_step import TrainStep
-from meshc.ir.functions import Keywords
-from meshc.ops import registered
-from meshc.optimizer.optimizer import numbers
-from meshc.options import Options
 from meshc.package import FOLDER, __version__
 from meshc.program.program import PlainProgram as Compiled
 from meshc.text import printer
 
 Entries = Iterable[tuple[str, object]]
-
-
-class ComparedKey(Protocol):
-    """Protocol of `meshc.api.compile_arguments.CompilationKey`: keys of a call's inputs (structure and leaves), of the model (state, grad
-    mode, autocast), of the optimizer."""
-
-    @property
-    def inputs(self) -> tuple[object, Sequence[Sequence[object]]]: ...
-    @property
-    def module(self) -> tuple[object, bool, object]: ...
-    @property
-    def optimizer(self) -> Entries: ...
-
-
-class ComparedRequest(Protocol):
-    """Protocol of `meshc.api.compile_arguments.CompileArguments`: the arguments of `meshc.compile`."""
-
-    @property
-    def what(self) -> object: ...
-    @property
-    def mesh(self) -> object: ...
-    @property
-    def plan(self) -> object: ...
-    @property
-    def names(self) -> object: ...
-    @property
-    def options(self) -> Options: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def step(self) -> TrainStep | None: ...
 
 
 VARIABLES: Final = (
@@ -122,8 +83,8 @@ def describe_environment() -> dict[str, str]:
     variables += [(name, environment.variable(name)) for name in VARIABLES]
     return {
         "the versions": f"torch {torch.__version__}; meshc {_own_version()}; python {python}",
-        "the environment": _entries_text(variables),
-        "torch's settings": _entries_text(_settings()),
+        "the environment": entries_text(variables),
+        "torch's settings": entries_text(_settings()),
     }
 
 
@@ -160,17 +121,6 @@ def _settings() -> list[tuple[str, object]]:
     ]
 
 
-def describe_compilation(asked: ComparedRequest, args: Sequence[object], kwargs: Keywords, key: ComparedKey) -> dict[str, str]:
-    """The fields of a compilation that a call is about to start; `key` is the compilation's cache key."""
-    (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
-    found = {**describe_environment(), **_describe_request(asked), **_model(asked.module)}
-    if asked.step is not None:
-        found |= _step(asked.step, asked.module, optimizer)
-    found |= {"grad mode": str(grad), "autocast": stable(autocast)}
-    found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
-    return {**found, INPUTS: call_keys.describe_inputs(args, kwargs)}
-
-
 def describe_run(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, object]) -> dict[str, str]:
     """The fields of a `meshc run`. Tensors are compared by the hashes in the tables of the saved program and state."""
     found = {**describe_environment(), COMPILED: printer.hash_program(program), "what the program begins with": stable(program.info)}
@@ -181,45 +131,6 @@ def describe_run(program: Compiled, path: str | Path, state: str | Path | None, 
 def _tables(folder: str | Path) -> str:
     """A digest of the tables (manifest, program, state) of a saved folder: its JSON files."""
     return hashlib.blake2b(b"".join(file.read_bytes() for file in sorted(Path(folder).glob("*.json"))), digest_size=16).hexdigest()
-
-
-def _describe_request(asked: ComparedRequest) -> dict[str, str]:
-    """The arguments of `meshc.compile` beside the model and its inputs."""
-    found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
-    found["the module that is called"] = asked.path or "the model"
-    found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
-    found["names="] = stable(asked.names)
-    found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}
-    found["the registered rules"] = stable(registered.by_name())
-    return found | {f"the option {name}": stable(value) for name, value in asked.options.by_name().items() if name not in FOLDERS}
-
-
-def _model(module: nn.Module) -> dict[str, str]:
-    """Parameters and buffers by name, dtype and shape, and the flags that are part of a program's cache key."""
-    parameters = dict(module.named_parameters())
-    tensors = [(name, f"{t.dtype} {list(t.shape)}") for name, t in (*parameters.items(), *module.named_buffers())]
-    modules = dict(module.named_modules())
-    return {
-        "the model": _entries_text(tensors),
-        EVALUATION: _names_text([name or "the model itself" for name, m in modules.items() if not m.training], len(modules)),
-        FROZEN: _names_text([name for name, p in parameters.items() if not p.requires_grad], len(parameters)),
-    }
-
-
-def _step(train_step: TrainStep, module: nn.Module, key: Entries) -> dict[str, str]:
-    """The fields of a TrainStep. key: its optimizer's flags, and branches on numbers."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    groups = train_step.optimizers.param_groups
-    held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
-    return {
-        **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "microbatches", "batch_mix")},
-        "the gradient hooks": _entries_text((name, hooks.names()) for name, hooks in hooks_in(module).items()),
-        "the optimizer": _entries_text(key),
-        "the optimizer's parameters": _entries_text(held),
-        "the optimizer's numbers": _entries_text(
-            (f"{name} of group {i}", value) for i, row in enumerate(numbers(train_step.optimizers)) for name, value in row.items()
-        ),
-    }
 
 
 def stable(value: object) -> str:
@@ -264,16 +175,12 @@ def possible_causes(compiled: Compiled, module: nn.Module, read: Callable[[], Ma
     written_out = getattr(config, "to_dict", None)
     given = written_out() if written_out is not None else vars(config) if hasattr(config, "__dict__") else {}
     return {
-        "what the model's code reads": _entries_text(read().items()),
-        "the model's config": _entries_text((name, stable(value)) for name, value in given.items()),
+        "what the model's code reads": entries_text(read().items()),
+        "the model's config": entries_text((name, stable(value)) for name, value in given.items()),
         "the model's modules": "; ".join(_ADDRESS.sub("", line.strip()) for line in repr(module).splitlines()),
         "the program's lines": "; ".join(line.strip() for line in printer.print_program(compiled, comments=False).splitlines()),
     }
 
 
-def _entries_text(entries: Entries) -> str:
+def entries_text(entries: Entries) -> str:
     return "; ".join(f"{name}: {value}" for name, value in entries)
-
-
-def _names_text(names: list[str], count: int) -> str:
-    return "none" if not names else f"all {count}" if len(names) == count else "; ".join(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def described(
     step = meshc.TrainStep(case.model, optimizer=build(case.model.parameters()), loss=case.loss, clip_grad_norm=clip)
     program = meshc.compile(step, meshc.Mesh("dp=2"), plan=plan, options=meshc.Options(**options))
     key = program.asked.key((), case.call_kwargs, program.compilations.spec)
-    return descriptions.describe_compilation(program.asked, (), case.call_kwargs, key)
+    return importlib.import_module("meshc.api.job_key").describe_compilation(program.asked, (), case.call_kwargs, key)
 
 
 def differing(**change: Any) -> list[str]:
