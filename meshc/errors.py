@@ -6,6 +6,9 @@ A message has four parts: the operator and value at fault, where that is in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+Raised = TypeVar("Raised", bound="MeshcError")
 
 
 class MeshcError(Exception):
@@ -17,6 +20,11 @@ class MeshcError(Exception):
     everywhere = False
     compared = False
     """Whether ranks have told each other already whether all raise it."""
+
+    def mark_everywhere(self: Raised) -> Raised:
+        """The error, which all ranks raise, since all have the same before them."""
+        self.everywhere = True
+        return self
 
 
 class CaptureError(MeshcError):

@@ -36,7 +36,7 @@ def count_rows(asked: CompileArguments, world: World, inputs: Arguments) -> list
         found = collectives.all_gather(told, world.groups.world).wait().tolist()
         other = next((rank for rank, row in enumerate(found) if row[1] != found[0][1]), None)
         if other is not None:
-            raise _everywhere(_unlike(to_all(world.board, text), other))
+            raise InputError(_unlike(to_all(world.board, text), other)).mark_everywhere()
     return _by_place(asked, [row[0] for row in found])
 
 
@@ -45,16 +45,16 @@ def refuse_unequal(counts: Sequence[int]) -> None:
     if len(set(counts)) > 1:
         other = next(place for place, count in enumerate(counts) if count != counts[0])
         text = f"the part of data rank 0 has {counts[0]} rows, that of data rank {other} {counts[other]}"
-        raise _everywhere(call_keys.unequal_parts(text))
+        raise InputError(call_keys.unequal_parts(text)).mark_everywhere()
 
 
 def whole(asked: CompileArguments, inputs: Arguments, counts: Sequence[int]) -> Arguments:
     """The inputs of the whole batch: shapes without values."""
     rows = sum(counts)
     if not rows:
-        raise _everywhere(
+        raise InputError(
             "no rank has a row: there is nothing to compute\n  what to do: end the epoch when the data are used up on all ranks"
-        )
+        ).mark_everywhere()
 
     return asked.with_rows(inputs, lambda own: rows)
 
@@ -92,12 +92,12 @@ def _by_place(asked: CompileArguments, rows: Sequence[int]) -> list[int]:
         other = next((rank for rank in others if rows[rank] != rows[first]), None)
         if other is not None:
             axes = ", ".join(asked.mesh.data_axes) or "no data axis"
-            raise _everywhere(
+            raise InputError(
                 f"ranks {first} and {other} have the same part of the batch, since they differ along no data axis, and passed "
                 f"{rows[first]} and {rows[other]} rows\n"
                 f"  what to do: give ranks that differ in {axes} alone parts of their own; a sampler takes "
                 'its rank from mesh["dp"].get_local_rank()'
-            )
+            ).mark_everywhere()
     return [rows[ranks[0]] for ranks in parts]
 
 
@@ -106,9 +106,3 @@ def _unlike(texts: Sequence[str], other: int) -> str:
         f"the parts of one batch differ in more than their rows: rank 0 passed {texts[0]}; rank {other} passed {texts[other]}\n"
         "  what to do: pass the same inputs with the same dtypes on all ranks, sequences padded to one length"
     )
-
-
-def _everywhere(text: str) -> InputError:
-    error = InputError(text)
-    error.everywhere = True  # all ranks have the same counts
-    return error

@@ -20,7 +20,6 @@ from meshc import environment, program_cache
 from meshc.api import compilation_result, job_key
 from meshc.api.compilation_result import CompilationResult
 from meshc.errors import ArtifactError
-from meshc.frontend import output_tree_data
 from meshc.frontend.dependencies import Dependencies
 from meshc.frontend.output_tree_data import NotPlainData
 from meshc.options import Options
@@ -57,17 +56,12 @@ class CacheEntry:
             found = program_cache.read_program(self._folder, name, is_mine)
             if found is None:
                 continue
-            stages = {name: replace(stage, origin=None) for name, stage in found.program.stages.items()}  # errors name lines of the model
-            mesh = request.mesh if found.program.mesh == request.mesh else found.program.mesh
-            program = replace(found.program, stages=stages, mesh=mesh)
+            seconds = {"taken from disk": time.process_time() - began}
             try:
-                tree = output_tree_data.tree_from_json(found.told["tree"])
+                taken = CompilationResult.from_data(found.program, request, found.told, seconds)
             except NotPlainData:
                 continue
-            seconds = {"taken from disk": time.process_time() - began}
-            return CompilationResult.from_data(program, request, tree, found.told, seconds), Dependencies.from_json(
-                found.told["dependencies"]
-            )
+            return taken, Dependencies.from_json(found.told["dependencies"])
         return None
 
     def keep(self, found: CompilationResult, read: Dependencies) -> CompilationResult:

@@ -74,13 +74,12 @@ class CompilationResult:
         return CompilationResult(program, lowered.request, tree, lowered.tried, lowered.weighed, seconds, reads, numbers, lowered=lowered)
 
     @staticmethod
-    def from_data(
-        program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]
-    ) -> CompilationResult:
-        """The result of another process's passes; `told`: the JSON data that its `told()` returned."""
+    def from_data(program: PlainProgram, request: Request, told: Mapping[str, Any], seconds: Mapping[str, float]) -> CompilationResult:
+        """The result of another process's passes; `told`: its `extra_data()`. Raises NotPlainData for what this process does not have."""
         tried = tuple(PipelineCandidate(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
         weighed = tuple(PlanCandidate(**row) for row in told["weighed"])
         reads, numbers = read_places.places_from_json(told["reads"]), read_values.numbers_from_json(told["numbers"])
+        program, tree = _adopt_program(program, request.mesh), output_tree_data.tree_from_json(told["tree"])
         return CompilationResult(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
 
     def extra_data(self) -> dict[str, object]:
@@ -145,16 +144,19 @@ def unpack_program(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any
         program = program_description.read_description(
             head["program"], lambda name: (head["texts"][name], f"rank 0's {name}"), lambda: load(data[begin:]), "rank 0's program"
         )
-    stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}  # no stranger's
-    return replace(program, stages=stages, mesh=mesh if program.mesh == mesh else program.mesh), head
+    return _adopt_program(program, mesh), head
+
+
+def _adopt_program(program: PlainProgram, mesh: Mesh) -> PlainProgram:
+    """A program of another process as this one's, whose errors name lines of the model."""
+    stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}
+    return replace(program, stages=stages, mesh=mesh if program.mesh == mesh else program.mesh)
 
 
 def unpack_result(data: bytes, request: Request) -> CompilationResult:
     """Rank 0's program on another rank. Raises ArtifactError, or NotPlainData, for what this process does not have."""
     program, head = unpack_program(data, request.mesh)
-    return replace(
-        CompilationResult.from_data(program, request, output_tree_data.tree_from_json(head["tree"]), head, head["seconds"]), given=True
-    )
+    return replace(CompilationResult.from_data(program, request, head, head["seconds"]), given=True)
 
 
 def pack_result(made: CompilationResult) -> bytes:

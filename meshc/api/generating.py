@@ -92,10 +92,10 @@ def of_parts(asked: CompileArguments, world: World, model: Any, args: Sequence[A
     with _draw_by_parts(states, counts, place, device) as drawn:
         tokens = generate(**whole, **rest)
     if not isinstance(tokens, Tensor):
-        raise _all(
+        raise InputError(
             "tokens alone come back of a batch that ranks have parts of\n  what to do: leave return_dict_in_generate out; or compile with "
             'inputs="global", and pass all prompts on every rank'
-        )
+        ).mark_everywhere()
     times = len(tokens) // sum(counts)
     begin = sum(counts[:place]) * times
     found = tokens[begin : begin + counts[place] * times, 0 if _encodes(model) else before :]
@@ -183,10 +183,10 @@ def _refuse_unlike(told: Sequence[Prompts]) -> None:
     for one in told:
         rows = {name: len(value) for name, value in one.items()}
         if one.keys() != told[0].keys() or len(set(rows.values())) > 1 or not min(rows.values()):
-            raise _all(
+            raise InputError(
                 f"generate of parts of a batch: one rank passed {rows} rows, another {', '.join(told[0])}\n"
                 "  what to do: pass the same arguments on all ranks, each with as many rows, and one at least"
-            )
+            ).mark_everywhere()
 
 
 def _pad_prompts(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Tensor]]:
@@ -199,10 +199,10 @@ def _pad_prompts(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Te
         if len({one.shape[1:] for one in rows}) == 1:
             continue
         if name not in TOKENS or rows[0].dim() != 2:
-            raise _all(
+            raise InputError(
                 f"{name} of the ranks has other sizes: {' and '.join(str(list(one.shape)) for one in rows)}\n"
                 "  what to do: pad it to one size on all ranks"
-            )
+            ).mark_everywhere()
         longest, value = max(one.shape[1] for one in rows), 0 if name == MASK else _padding(model)
         for at, one in enumerate(rows):
             missing = longest - one.shape[1]
@@ -227,9 +227,3 @@ def _padding(model: nn.Module) -> int:
     """The token that fills up; any will do behind a mask."""
     said = [getattr(getattr(model, name, None), "pad_token_id", None) for name in ("generation_config", "config")]
     return next((int(one) for one in said if one is not None), 0)
-
-
-def _all(text: str) -> InputError:
-    error = InputError(text)
-    error.everywhere = True  # all ranks have been told the same
-    return error

@@ -94,9 +94,7 @@ def _refuse_differing(store: Store, said: str) -> None:
     """Raises InputError on all ranks if ranks passed different arguments."""
     other = moved_experts.first_differing_rank(store, said)
     if other is not None:
-        error = InputError(
+        raise InputError(
             f"rebalance: ranks 0 and {other} were given different loads, and experts lie where all ranks know them\n"
             "  what to do: the same loads on every rank, such as sums over all; program.metrics has those of the whole batch"
-        )
-        error.everywhere = True  # all have compared the same
-        raise error
+        ).mark_everywhere()

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshc.errors import MeshcError, StateError
+from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import descriptions
-from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
+from meshc.runtime.agreement.compare import agree, from_rank_0, refusable, together
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.failure.thread_turn import ThreadTurn
@@ -88,11 +88,6 @@ class World:
         """Checks that `mine` is equal on all ranks. Raises the error that `error` in `how` builds of a difference."""
         if self.board is not None:
             agree(self.board, what, mine, **how)
-
-    def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError], because: str) -> None:
-        """Checks before a compilation that all ranks start it, for the same inputs and model. because: the field that differs from the
-        existing compilations."""
-        self.agree("compile", mine, advice=descriptions.advice, ahead=because, error=refusal)
 
     def agree_on_program(self, compiled: PlainProgram, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> None:
         """Checks after a compilation that all ranks have the same program. read: the Python values that it depends on."""

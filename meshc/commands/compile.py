@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
 from meshc import artifact
-from meshc.api import compile
-from meshc.commands.target import add_keeping, keeping, load_target, read_plan
+from meshc.commands.target import add_grad, add_keeping, compile_target, keeping, load_target, read_plan
 from meshc.errors import PlanError
-from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.options import Options, Pipelining
 from meshc.plan.plan import file_to_write
@@ -38,7 +33,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
     command.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
     add_keeping(command)
-    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    add_grad(command)
     command.add_argument("--no-weights", action="store_true", help="save the program alone")
 
 
@@ -47,14 +42,11 @@ def run(options: argparse.Namespace) -> None:
     plan = read_plan(options.plan)
     plan_file = None if options.save_plan is None else file_to_write(options.save_plan)
     places = _places(Path(options.out or f"{options.target.rpartition(':')[2]}.meshc"), options.backend)
-    what, args, kwargs = load_target(options.target)
-    differentiate = isinstance(what, TrainStep) or options.grad
-    asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs)
+    target = load_target(options.target)
     stages = Pipelining(options.pp_splits, options.schedule, options.stages_per_rank)
     more = Options(seed=options.seed, pipeline=stages, training=keeping(options))
     for backend, out in places.items():
-        with nullcontext() if differentiate else torch.no_grad():
-            program = compile.compile(what, mesh, **asked, backend=backend, options=more)
+        program = compile_target(target, mesh, plan, options.grad, inputs=options.inputs, backend=backend, options=more)
         program.save(out, weights=not options.no_weights)
         if plan_file is not None:
             program.plan.save(plan_file)

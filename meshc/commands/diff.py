@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import nullcontext
 
-import torch
-
-from meshc import artifact, rules
-from meshc.api import compile
-from meshc.commands.target import harmless, load_target, read_plan
-from meshc.cost import devices
+from meshc import artifact
+from meshc.commands.target import add_device, add_grad, compile_target, harmless, load_program, load_target, read_plan
 from meshc.errors import PlanError
-from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram
 from meshc.report import program_diff
@@ -26,8 +20,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("other", metavar="OTHER", help="the same")
     command.add_argument("--model", metavar="FILE.py:FUNCTION", help="returns the model and example inputs, for plans")
     command.add_argument("--mesh", help='for plans; axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
-    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
-    command.add_argument("--device", metavar="NAME", help=f"whose times are predicted ({', '.join(devices.names())}); default: the mesh's")
+    add_grad(command)
+    add_device(command, "whose times are predicted")
     command.add_argument("--json", action="store_true", help="the figures of both, and what differs, as JSON")
 
 
@@ -44,12 +38,10 @@ def run(options: argparse.Namespace) -> None:
 def _program_or_plan(name: str, options: argparse.Namespace) -> PlainProgram:
     """A saved program, or what the model compiles to under a plan."""
     if artifact.is_saved(name):
-        return artifact.load(name, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+        return load_program(name, options)
     if options.model is None or options.mesh is None:
         raise PlanError(
             f"{name!r} is no folder of a saved program, and a plan is one for a model and a mesh\n"
             "  what to do: name both, as in --model model.py:build --mesh dp=2,tp=2"
         )
-    what, args, kwargs = load_target(options.model)
-    with nullcontext() if isinstance(what, TrainStep) or options.grad else torch.no_grad():
-        return compile.compile(what, Mesh(options.mesh), args=args, kwargs=kwargs, plan=read_plan(name)).compiled
+    return compile_target(load_target(options.model), Mesh(options.mesh), read_plan(name), options.grad).compiled

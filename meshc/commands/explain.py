@@ -6,13 +6,9 @@ import argparse
 import json
 from contextlib import nullcontext
 
-import torch
-
-from meshc.api import compile
 from meshc.api.explaining import explain_choice
-from meshc.commands.target import harmless, load_target, read_plan
+from meshc.commands.target import add_device, add_grad, compile_target, harmless, load_target, read_plan
 from meshc.cost import devices
-from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.report.explanation import text
 
@@ -24,17 +20,15 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
     told = "a recipe, lines of a plan, or a .plan, .yaml or .toml file; alternatives are those of axes that are searched; default: auto"
     command.add_argument("--plan", default="auto", help=told)
-    command.add_argument("--device", metavar="NAME", help=f"whose prices ({', '.join(devices.names())}); default: the mesh's")
-    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    add_device(command, "whose prices")
+    add_grad(command)
     command.add_argument("--json", action="store_true", help="the same as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
     mesh, plan = Mesh(options.mesh), read_plan(options.plan)
-    what, args, kwargs = load_target(options.target)
-    grad = isinstance(what, TrainStep) or options.grad
+    target = load_target(options.target)
     with nullcontext() if options.device is None else devices.assume_device(devices.find_device(options.device)):
-        with nullcontext() if grad else torch.no_grad():
-            program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=plan)
+        program = compile_target(target, mesh, plan, options.grad)
         found = explain_choice(program.lowered, program.general, program.asked.plan, options.name)
     print(json.dumps(found, indent=1) if options.json else harmless(text(found)), end="\n" if options.json else "")

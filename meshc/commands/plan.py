@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 from meshc.api.planning import Planner, PlanResult
-from meshc.commands.target import add_keeping, harmless, keeping, keeping_words, load_target, read_plan
+from meshc.commands.target import add_grad, add_keeping, harmless, keeping, keeping_words, load_target, read_plan
 from meshc.cost import devices
 from meshc.cost.devices import Device
 from meshc.errors import PlanError
@@ -39,7 +39,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top", metavar="N", type=int, default=5, help="how many plans are listed; default: 5")
     command.add_argument("--save-plan", metavar="FILE.plan", help="write the best plan as text, for `meshc compile --plan` on its mesh")
     command.add_argument("--json", action="store_true", help="the list, and the plan that is taken, as JSON")
-    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is planned for inference")
+    add_grad(command, "planned")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshc import artifact, rules
-from meshc.commands.target import harmless
-from meshc.cost import devices
+from meshc.commands.target import add_device, harmless, load_program
 from meshc.report import html
 from meshc.report.page import page
 from meshc.report.tables import bytes_text, seconds_text
@@ -16,12 +14,11 @@ from meshc.report.tables import bytes_text, seconds_text
 def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", metavar="PATH", help="the folder of a saved program")
     command.add_argument("--out", metavar="FILE.html", help="the file to write; default: PATH's name with .html, here")
-    known = ", ".join(devices.names())
-    command.add_argument("--device", metavar="NAME", help=f"whose times are predicted ({known}); default: the mesh's")
+    add_device(command, "whose times are predicted")
 
 
 def run(options: argparse.Namespace) -> None:
-    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    program = load_program(options.path, options)
     name = Path(options.path).resolve().name.removesuffix(".meshc")
     out = options.out or f"{name}.html"
     made = page(program, name, options.device)

@@ -6,9 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from meshc import artifact, rules
-from meshc.commands.target import harmless
-from meshc.cost import call_timeline, devices
+from meshc.commands.target import add_device, harmless, load_program
+from meshc.cost import call_timeline
 from meshc.errors import PlanError
 from meshc.ir import bounds
 from meshc.pipelining import draw, perfetto_trace
@@ -22,8 +21,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--stage", help="only this stage")
     command.add_argument("--summary", action="store_true", help="tables instead of text")
     command.add_argument("--json", action="store_true", help="the summary's figures as JSON")
-    known = ", ".join(devices.names())
-    command.add_argument("--device", metavar="NAME", help=f"whose times the summary predicts ({known}); default: the mesh's")
+    add_device(command, "whose times the summary predicts")
     told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
     command.add_argument("--timeline", metavar="FILE", help=told)
 
@@ -33,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
         return _show_trace(options)
     if options.device is not None and not (options.summary or options.json):
         raise PlanError("--device says whose times are predicted: with --summary or --json")
-    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    program = load_program(options.path, options)
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:

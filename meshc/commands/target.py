@@ -7,15 +7,22 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from meshc import artifact, rules
+from meshc.api import compile
+from meshc.cost import devices
 from meshc.errors import CompileError, MeshcError, PlanError
 from meshc.frontend.train_step import TrainStep
+from meshc.ir.mesh import Mesh
 from meshc.optimizer.spec import KEPT, Training
 from meshc.plan.plan import Plan
+from meshc.program.program import PlainProgram
 
 Target = tuple[Any, tuple[object, ...], dict[str, object]]
 
@@ -32,6 +39,28 @@ def load_target(target: str) -> Target:
     if not callable(build):
         raise PlanError(f"{file} has no function {function!r}")
     return _as_target(_call_user(build, target), target)
+
+
+def compile_target(target: Target, mesh: Mesh, plan: Any, grad: bool, **more: Any) -> compile.Program:
+    """The program of a target; of a module with its backward only with `grad`."""
+    what, args, kwargs = target
+    with nullcontext() if isinstance(what, TrainStep) or grad else torch.no_grad():
+        return compile.compile(what, mesh, args=args, kwargs=kwargs, plan=plan, **more)
+
+
+def load_program(path: str | Path, options: argparse.Namespace) -> PlainProgram:
+    """A saved program, read under the command's safety options."""
+    return artifact.load(path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+
+
+def add_grad(command: argparse.ArgumentParser, done: str = "compiled") -> None:
+    """Adds the argument for a module's backward."""
+    command.add_argument("--grad", action="store_true", help=f"a module's backward too; without it a module is {done} for inference")
+
+
+def add_device(command: argparse.ArgumentParser, whose: str) -> None:
+    """Adds the argument for the device of predicted times."""
+    command.add_argument("--device", metavar="NAME", help=f"{whose} ({', '.join(devices.names())}); default: the mesh's")
 
 
 def add_keeping(command: argparse.ArgumentParser) -> None:

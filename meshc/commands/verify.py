@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from meshc import artifact, rules
 from meshc.api import compile, verification
-from meshc.commands.target import load_target
+from meshc.commands.target import load_program, load_target
 from meshc.errors import PlanError, VerifyError
 from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.one_device import one_device
@@ -35,7 +34,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    saved = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    saved = load_program(options.path, options)
     what, args, kwargs = load_target(options.model)
     if (saved.mode == "step") != isinstance(what, TrainStep):
         kinds = ("a training step", "a module or function")

@@ -83,12 +83,10 @@ class UnevenBatch:
             parts: Sequence[Part] = sharding.dims[dim]
             unit = prod(one.size for one in parts[position + 1 :])
             if position or any(start * part.size * unit % self.rows for start, _ in self._parts):
-                error = InputError(
+                raise InputError(
                     f"{name} has the batch inside a dim of {prod(one.size for one in parts)}, in which the rows of a rank are no rows\n"
                     "  what to do: leave batch in a dim of its own, outermost, or pass parts of equal numbers of rows"
-                )
-                error.everywhere = True
-                raise error
+                ).mark_everywhere()
             return dim, unit, part.size
         return None
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from meshc.cost.peak_memory import uses_host
-from meshc.errors import InputError, MeshcError, StateError
+from meshc.errors import InputError, StateError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
@@ -267,15 +267,15 @@ class Session:
             digests = collectives.all_gather(told_here, self.store.transfers.groups.world).wait().tolist()
         other = next((rank for rank, row in enumerate(digests) if row[2] != told[2]), None)
         if other is not None:
-            raise _mark_everywhere(StateError(OTHER_CALL.format(called=called, other=other)))
+            raise StateError(OTHER_CALL.format(called=called, other=other)).mark_everywhere()
         other = next((rank for rank, row in enumerate(digests) if row[1] != digests[0][1]), None)
         if other is not None:
             names = " or ".join(sorted(self._common))
-            raise _mark_everywhere(InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}"))
+            raise InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}").mark_everywhere()
         found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank][0] != digests[ranks[0]][0]), None)
         if found is not None:
             why = OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE
-            raise _mark_everywhere(InputError(f"ranks {found[0]} and {found[1]} passed different inputs, {why}"))
+            raise InputError(f"ranks {found[0]} and {found[1]} passed different inputs, {why}").mark_everywhere()
         self._parts.compare([row[0] for row in digests])
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
@@ -408,11 +408,6 @@ def _batchless_inputs(program: PlainProgram) -> frozenset[str]:
     axes = {*program.mesh.data_axes}
     ports = [port for port in program.inputs if port.kind == "input"] if axes else []
     return frozenset(port.name for port in ports if port.sharding is None or not axes & port.sharding.split_axes())
-
-
-def _mark_everywhere(error: MeshcError) -> MeshcError:
-    error.everywhere = True  # all have the same digests
-    return error
 
 
 def _is_check_due(call: int, every: int | None) -> bool:
