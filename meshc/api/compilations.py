@@ -68,12 +68,14 @@ class Compilation:
     made     what was compiled: what serves all sizes, and under which request
     session  the program at work on this rank; None without a process group
     reads    what of Python it was made of, as this rank has it
+    agreed   what ranks agreed on before it, by field
     """
 
     program: PlainProgram
     made: CompilationResult
     session: Session | None
     reads: Reads
+    agreed: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,6 @@ class Compilations:
         """Seconds by pass of the last compilation; rank 0's, if its program was loaded."""
         self.store: Store | None = None
         self.value_keys = ValueKeys(asked.module)
-        self._known: dict[CompilationKey, dict[str, str]] = {}
-        """Fields that ranks agreed on before each compilation."""
         self._several = False
         """Whether the kept compilations are for inputs of several forms."""
         self._called: Stream | None = None
@@ -230,7 +230,6 @@ class Compilations:
                     self.__dict__.pop("_sizes", None)  # what they share was traced with other values
                 key, compilation = self._compile(call, changed, told)
                 self.kept[key] = compilation
-                self._known[key] = told
                 if len(self.kept) > self.asked.options.debugging.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
@@ -258,7 +257,7 @@ class Compilations:
     def _drop(self) -> None:
         """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
         oldest = next(iter(self.kept))
-        del self.kept[oldest], self._known[oldest]
+        del self.kept[oldest]
         if not self.asked.dynamic:
             del self.general[oldest]
 
@@ -285,7 +284,7 @@ class Compilations:
             return StateError(descriptions.other_values(difference.mine, difference.other, difference.theirs, difference.alone))
         if difference.field != descriptions.INPUTS:
             return StateError(str(difference))
-        if difference.alone and not self._known:
+        if difference.alone and not self.kept:
             return StateError(
                 f"this rank calls {self.asked.name}, which nobody has called yet, and rank {difference.other} does something else\n"
                 "  what to do: call it on every rank, evaluation too: all ranks compute it together, and each has the result"
@@ -294,7 +293,7 @@ class Compilations:
             setting = self._other_setting(told, difference.other)
             if setting is not None:
                 return setting
-            known = " or ".join(one[descriptions.INPUTS] for one in self._known.values())
+            known = " or ".join(one.agreed[descriptions.INPUTS] for one in self.kept.values())
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
@@ -308,7 +307,7 @@ class Compilations:
     def _other_setting(self, told: Mapping[str, str], other: int) -> StateError | None:
         """Where this rank passes what a program takes, and compiles since something else is not as it was: what that is, of the program
         that was called last, if it takes this."""
-        for known in (self._known[key] for key in reversed(self.kept)):
+        for known in (self.kept[key].agreed for key in reversed(self.kept)):
             if known[descriptions.INPUTS] == told[descriptions.INPUTS]:
                 fields = [name for name in told if told[name] != known.get(name)]
                 rows = [
@@ -360,9 +359,9 @@ class Compilations:
             own = instance.program_for_shapes(made.program, dict(asked.shapes(*examples)))
         if not self.world.has_ranks:
             self.general[general_key] = made
-            return key, Compilation(own, made, None, reads)
+            return key, Compilation(own, made, None, reads, told)
         made = self.general[general_key] = self._adopt(own, made)
-        return key, Compilation(own, made, self._load(own, made), reads)
+        return key, Compilation(own, made, self._load(own, made), reads, told)
 
     def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> CompilationResult:
         asked = self.asked

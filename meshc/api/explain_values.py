@@ -54,11 +54,11 @@ def names_values(name: str) -> bool:
 
 
 def _may_mean(lowered: LoweredProgram, name: str) -> bool:
-    return names_values(name) or any(_value_name(name) == node.name for node in _all(lowered))
+    return names_values(name) or any(value_name(name) == node.name for node in _all(lowered))
 
 
-def _value_name(name: str) -> str:
-    """A value's name, also of a line of the program."""
+def value_name(name: str) -> str:
+    """A value's name, also of a line of the program; "" if it can be neither."""
     found = re.match(r"\s*(\w+)\s*(?::\s*\".*|=.*|$)", name)
     return "" if found is None else found[1]
 
@@ -91,17 +91,18 @@ class _ValueMatcher:
         if re.fullmatch(LINE, name.strip()):
             return lambda one: f"{one.source.file.rsplit('/', 1)[-1]}:{one.source.line}" == name.strip()
         if name.startswith("value:"):
-            means = set(self._returned_values(name.removeprefix("value:")))
+            means = {of for path, of in _returned_values(self.lowered) if fnmatchcase(path, name.removeprefix("value:"))}
         else:
-            means = {_first(other).of for other in _all(self.lowered) if other.name == _value_name(name)}
+            means = {_first(other).of for other in _all(self.lowered) if other.name == value_name(name)}
         return lambda one: bool(one.of) and one.of in means
 
-    def _returned_values(self, pattern: str) -> Iterator[str]:
-        for node in self.lowered.joint.graph.nodes:
-            for index, one in enumerate(records(node) if has_record(node) else ()):
-                if any(fnmatchcase(path, pattern) for path in one.returned_by):
-                    made, at = value_of(node) if is_getitem(node) else (node, index)
-                    yield f"{made.name}.{at}"
+
+def _returned_values(lowered: LoweredProgram) -> Iterator[tuple[str, str]]:
+    """Of each value that a module returns, the path, and the value's name in the global view."""
+    for node in lowered.joint.graph.nodes:
+        for index, one in enumerate(records(node) if has_record(node) else ()):
+            made, at = value_of(node) if is_getitem(node) else (node, index)
+            yield from ((path, f"{made.name}.{at}") for path in one.returned_by)
 
 
 def _first(node: Node) -> Record:
@@ -169,13 +170,7 @@ class _Remembering:
         return "by default, where what is worth its seconds is recomputed"
 
     def _paths(self, node: Node) -> list[str]:
-        found: list[str] = []
-        for other in self.lowered.joint.graph.nodes:
-            for index, one in enumerate(records(other) if has_record(other) else ()):
-                made, at = value_of(other) if is_getitem(other) else (other, index)
-                if f"{made.name}.{at}" == record(node).of:
-                    found += one.returned_by
-        return found
+        return [path for path, of in _returned_values(self.lowered) if of == record(node).of]
 
     def _recompute_chain(self, node: Node) -> list[Node]:
         """Nodes to recompute a value from the kept values; those that take no time are left out."""

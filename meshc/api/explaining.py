@@ -7,13 +7,12 @@ difference of a whole call, with everything beside them as would then be best.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
 
-from meshc.api.explain_values import explain_values, names_values
+from meshc.api.explain_values import explain_values, names_values, value_name
 from meshc.cost.devices import devices_of
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
@@ -166,11 +165,8 @@ class _Explaining:
 
     def _line(self, name: str) -> Node | None:
         """The node that a line of the program, or a value's name, means."""
-        found = re.match(r"\s*(\w+)\s*(?::\s*\".*|=.*|$)", name)
-        if found is None:
-            return None
         nodes = (node for stage in self.program.stages.values() for node in stage.graph.nodes)
-        return next((node for node in nodes if node.name == found[1] and node.op == "call_function" and has_record(node)), None)
+        return next((node for node in nodes if node.name == value_name(name) and node.op == "call_function" and has_record(node)), None)
 
     def _line_origin(self, node: Node) -> ProgramLine:
         record = records(node)[0]

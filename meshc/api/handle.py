@@ -240,30 +240,26 @@ class Program:
     def _train(
         self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: UnevenBatch | None, own: Mapping[str, float]
     ) -> torch.Tensor:
+        optimizers = step.optimizers  # found in wrappers, each time
         with self.world.refusable():
-            refuse_pre_hooks(step.optimizers)
-        counts = self._counts = self._counts or OptimizerCounts(session.store, step.optimizers)
+            refuse_pre_hooks(optimizers)
+        counts = self._counts = self._counts or OptimizerCounts(session.store, optimizers)
         counts.read_changes()
-        rows = enumerate(numbers(step.optimizers))
+        rows = enumerate(numbers(optimizers))
         values = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
         env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
-        if self.asked.adds:
-            return self._note_metrics(step, session, env, dealt)
-        counts.write_back()
-        mark_stepped(step.optimizers)
-        if self.options.training.keep_gradients:
-            session.store.show_gradients()
-        if behind := post_hooks(step.optimizers):
-            session.store.sync()
-            for hook in behind:
-                hook()
-        return self._note_metrics(step, session, env, dealt)
-
-    def _note_metrics(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: UnevenBatch | None) -> torch.Tensor:
-        """The loss of a step, after its metrics have been noted."""
+        if not self.asked.adds:
+            counts.write_back()
+            mark_stepped(optimizers)
+            if self.options.training.keep_gradients:
+                session.store.show_gradients()
+            if behind := post_hooks(optimizers):
+                session.store.sync()
+                for hook in behind:
+                    hook()
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
-        self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(step.optimizers)}
+        self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(optimizers)}
         return loss
 
     def accumulate(self, *args: object, **kwargs: object) -> torch.Tensor:
