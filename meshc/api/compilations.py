@@ -20,7 +20,6 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import call_keys, side_effects
 from meshc.frontend.frames import warn_at_users_line
-from meshc.frontend.libraries.stock_caches import LENGTH
 from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_values import Reads
@@ -88,6 +87,7 @@ class AdmittedCall:
     tensors    what this rank has passed
     state      one object as long as the module is as it is
     dealt      how such parts become tiles; None where they are tiles
+    cached     what it was before, if it has a cache, or is an encoder's
     """
 
     arguments: Callable[[], Arguments]
@@ -96,6 +96,7 @@ class AdmittedCall:
     tensors: list[torch.Tensor]
     state: ModuleState
     dealt: UnevenBatch | None
+    cached: cached_calls.PaddedCall | None
 
 
 class Compilations:
@@ -118,6 +119,8 @@ class Compilations:
         """Whether the kept compilations are for inputs of several forms."""
         self._called: Stream | None = None
         """Which sizes calls have, once there are several, for the comparison with the other ranks."""
+        self._tokens: Stream | None = None
+        """Likewise what calls with a cache pass."""
         self._last: Compilation | None = None
 
     @cached_property
@@ -163,6 +166,8 @@ class Compilations:
         ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
+            cached = cached_calls.pad_cached_call(asked, args, kwargs)
+            args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
             leaves, form = asked.forms.of((args, kwargs))
             state = asked.state
             context = asked.context_key(state, self.spec)
@@ -170,8 +175,8 @@ class Compilations:
             arguments = partial(asked.by_name, args, kwargs)
             if known is not None and not self._tells_rows:
                 key = self.value_keys.key(known.base, self.kept)
-                return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, None)
-            own = arguments()
+                return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, None, cached)
+            own = arguments() if known is None else asked.in_order(args, kwargs)
         counts = self._counts(own) if self._tells_rows else None
         whole = own if counts is None else batch_parts.whole(asked, own, counts)
         with self.world.refusable():
@@ -184,7 +189,7 @@ class Compilations:
                     form.keys[context] = known
             tensors = [leaf for leaf in trees.leaves(own) if isinstance(leaf, torch.Tensor)]
             key = self.value_keys.key(known.base, self.kept)
-            return AdmittedCall(lambda: whole, known, key, tensors, state, None if counts is None else self._dealt(counts))
+            return AdmittedCall(lambda: whole, known, key, tensors, state, None if counts is None else self._dealt(counts), cached)
 
     @property
     def _tells_rows(self) -> bool:
@@ -239,20 +244,22 @@ class Compilations:
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
 
-    def note(self, call: AdmittedCall) -> None:
-        """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
-        board = self.world.board
-        if board is None or not self._several or self.asked.inputs == "local":
+    def compare(self, call: AdmittedCall) -> None:
+        """Beside the call ranks compare what it passes: the tokens behind a cache; its sizes, where each rank may have a program of its
+        own for them and nothing else has compared them."""
+        board, cached = self.world.board, call.cached
+        if board is None:
             return
-        if call.known.sizes is None:
-            args, kwargs = call.arguments()
-            shapes = [] if LENGTH in kwargs else self.asked.shapes(args, kwargs)  # calls with a cache are compared by themselves
-            rows = [(name.replace(".", "/"), shape) for name, shape in shapes]
-            names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
-            call.known.sizes = names, tuple(int(size) for _, shape in rows for size in shape)
-        if self._called is None:
-            self._called = board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
-        self._called.note(*call.known.sizes)
+        if cached is not None:
+            self._tokens = self._tokens or board.numbers.stream("the tokens of program", cached_calls.ADVICE)
+            self._tokens.note(*cached.compared_sizes())
+        elif self._several and self.asked.inputs == "global":
+            if call.known.sizes is None:
+                rows = [(name.replace(".", "/"), shape) for name, shape in self.asked.shapes(*call.arguments())]
+                names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
+                call.known.sizes = names, tuple(int(size) for _, shape in rows for size in shape)
+            self._called = self._called or board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
+            self._called.note(*call.known.sizes)
 
     def _drop(self) -> None:
         """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
@@ -261,15 +268,19 @@ class Compilations:
         if not self.asked.dynamic:
             del self.general[oldest]
 
+    @property
+    def _store_there(self) -> Store | None:
+        """The model's store, which another program of it may have made."""
+        return self.store or Store.of(self.asked.module)
+
     def _refuse_changed(self) -> None:
         """Raises StateError for a model that is no longer what its store holds, before it is traced as something else."""
-        store = self.store or Store.of(self.asked.module)
-        if store is not None:
+        if (store := self._store_there) is not None:
             store.refuse_changed_model()
 
     def _follow_store(self) -> None:
         """Where the model lives on axes that were taken apart for another program, this one is for them too."""
-        store, asked = self.store or Store.of(self.asked.module), self.asked
+        store, asked = self._store_there, self.asked
         parts = None if store is None else parts_between(asked.mesh, store.mesh)
         if parts and store is not None:
             self._move(store.mesh, with_axes_apart(asked.plan, parts))
@@ -320,8 +331,7 @@ class Compilations:
 
     def request(self, args: tuple[object, ...], kwargs: dict[str, object], **changes: Any) -> Request:
         """What the passes are asked for now; changes: fields of the request."""
-        store = self.store or Store.of(self.asked.module)
-        return self.asked.request(args, kwargs, self.spec, store, **changes)
+        return self.asked.request(args, kwargs, self.spec, self._store_there, **changes)
 
     def _compile(self, call: AdmittedCall, changed: list[str], told: Mapping[str, str]) -> tuple[CompilationKey, Compilation]:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
@@ -333,7 +343,7 @@ class Compilations:
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
-                if (there := self.store or Store.of(asked.module)) is not None:
+                if (there := self._store_there) is not None:
                     refuse_shared(there, members_of(asked.step.optimizers))
             if Store.of(asked.module) is not self._described_over:
                 self.spec = self._describe()

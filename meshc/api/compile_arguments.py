@@ -248,13 +248,13 @@ class CompileArguments:
         signature = self.traced.signature
         flex_on_cpu.masks_as_inputs()
         admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
-        inputs = self._in_order(args, kwargs)
+        inputs = self.in_order(args, kwargs)
         if self._exported:
             names = input_names(signature, *inputs)
             exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole_batch(inputs)), strict=True)))
         return inputs
 
-    def _in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """Arguments by name where the signature names them; hooks see what is passed by position, and what by name."""
         inputs = call_keys.canonical_call(self.traced.signature, args, kwargs, self.traced.parameters)
         return (args, kwargs) if call_keys.has_hooks(self.called) else inputs
@@ -263,7 +263,7 @@ class CompileArguments:
         """Positions of the tensors among the leaves of a call, in the order of `by_name`."""
         numbers = itertools.count()
         numbered: Arguments = trees.map_leaves(lambda _: next(numbers), (args, kwargs))
-        order = cast(list[int], trees.leaves(self._in_order(*numbered)))
+        order = cast(list[int], trees.leaves(self.in_order(*numbered)))
         return tuple(at for at in order if isinstance(leaves[at], torch.Tensor))
 
     @property

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshc.api import batch_parts, cached_calls, generating, submodule_calls, trainer
-from meshc.api.compilations import Compilations
+from meshc.api import batch_parts, generating, submodule_calls, trainer
+from meshc.api.compilations import AdmittedCall, Compilations
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
@@ -33,7 +33,6 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm.uneven_rows import UnevenBatch
-from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.run.autograd import ForwardCall, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_counts import OptimizerCounts
@@ -86,8 +85,6 @@ class Program:
         """What calls of modules in the model run, by their paths: of those that generate calls by itself, and that somebody has."""
         self._trained = 0
         """Calls in training."""
-        self._tokens: Stream | None = None
-        """What calls with a cache pass, for the comparison with the other ranks."""
 
     if not TYPE_CHECKING:  # what a Program has not is an error to the type checker too
 
@@ -153,9 +150,6 @@ class Program:
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
         with self.guarded("compile"):
-            with self.world.refusable():
-                cached = cached_calls.pad_cached_call(self.asked, args, kwargs)
-            args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
             self.compilations.prepare(self.compilations.admit(args, kwargs))
 
     def guarded(self, what: str) -> Context:
@@ -165,20 +159,17 @@ class Program:
     # ------------------------------------------------------------------------------------------------------------------ calling
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
+        """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed.
+
+        What a call passes before anything of it is sent: `refuse_call` (there are ranks), `refuse_around` (no transform is outside), the
+        guard (no rank has failed, no other thread is inside), `admit` (the arguments, their form and key), `prepare` (a compilation for the
+        key: what is new, ranks agree on), `check` (the model is as it was, the inputs fit), `compare` (what ranks must pass alike)."""
         self.world.refuse_call()
         outer_transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
-            with self.world.refusable():
-                cached = cached_calls.pad_cached_call(self.asked, args, kwargs)
-            return self._call(args, kwargs) if cached is None else self._with_cache(cached)
-
-    def _with_cache(self, cached: cached_calls.PaddedCall) -> Any:
-        if self._tokens is None and self.world.board is not None:
-            self._tokens = self.world.board.numbers.stream("the tokens of program", cached_calls.ADVICE)
-        if self._tokens is not None:
-            self._tokens.note(*cached.compared_sizes())
-        return cached.crop_output(self._call(cached.args, cached.kwargs))
+            call = self.compilations.admit(args, kwargs)
+            output = self._call(call)
+            return output if call.cached is None else call.cached.crop_output(output)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
@@ -207,14 +198,13 @@ class Program:
             "  what to do: program.save(path) for `meshc run`; program.state_dict() or torch.distributed.checkpoint for its state"
         )
 
-    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        call = self.compilations.admit(args, kwargs)
+    def _call(self, call: AdmittedCall) -> Any:
         compilation, tensors, dealt = self.compilations.prepare(call), call.tensors, call.dealt
         session, own = compilation.session, compilation.reads.numbers()
         assert session is not None
         with self.world.refusable():
             session.check(tensors, dealt, call.known, call.state)
-        self.compilations.note(call)
+        self.compilations.compare(call)
         self.world.begin(self.asked.name)
         if dealt is not None:
             with self.guarded("move rows"):
