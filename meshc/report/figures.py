@@ -10,17 +10,15 @@ predicted.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TypedDict
 
 from meshc.cost import peak_memory
 from meshc.cost.call_timeline import MODES
 from meshc.cost.devices import devices_of
 from meshc.cost.program_clock import program_seconds
-from meshc.ir import PHASES
 from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
-from meshc.report.summary import collectives, communicating, gradient_shardings
+from meshc.report.summary import collectives, communicating, gradient_shardings, traffic
 from meshc.report.tables import placement
 
 MEMORY = {
@@ -85,16 +83,9 @@ def _storage(program: PlainProgram) -> dict[str, dict[str, str]]:
 
 
 def _collectives(program: PlainProgram) -> list[CollectiveFigures]:
-    count: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    moved: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    for use in collectives(program):
-        key = (use.phase, use.kind, use.axes)
-        count[key] += use.times
-        moved[key] += use.times * use.bytes_per_rank
-    ordered = sorted(count, key=lambda key: PHASES.index(key[0]))
     return [
-        CollectiveFigures(phase=key[0], collective=key[1], axes=list(key[2]), count=count[key], bytes_per_rank=moved[key])
-        for key in ordered
+        CollectiveFigures(phase=one.phase, collective=one.kind, axes=list(one.axes), count=one.times, bytes_per_rank=one.bytes)
+        for one in traffic(collectives(program))
     ]
 
 

@@ -25,7 +25,7 @@ from meshc.report import memory_report, offload_table, search_tables
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
 from meshc.report.figures import MEMORY
 from meshc.report.spans import TimeSpan, spans
-from meshc.report.summary import CollectiveUse, collectives, communicating, mostly, why
+from meshc.report.summary import CollectiveTraffic, CollectiveUse, collectives, communicating, traffic, why
 from meshc.report.tables import bytes_text
 from meshc.report.tree import Branch, FoldedValues, tree, values
 
@@ -60,18 +60,6 @@ class Grid(NamedTuple):
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-
-class CollectiveTraffic(NamedTuple):
-    """Collectives of a call of one kind, over the same axes, in one phase."""
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    times: int
-    bytes: int
-    seconds: float
-    reason: str
 
 
 class Largest(NamedTuple):
@@ -189,15 +177,7 @@ def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: in
 
 
 def _traffic(uses: Sequence[CollectiveUse]) -> list[CollectiveTraffic]:
-    groups: dict[tuple[tuple[str, ...], str, str], list[CollectiveUse]] = {}
-    for use in uses:
-        groups.setdefault((use.axes, use.phase, use.kind), []).append(use)
-    found = [
-        CollectiveTraffic(phase, kind, over, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
-                sum(use.seconds for use in those), mostly(those))
-        for (over, phase, kind), those in groups.items()
-    ]  # fmt: skip
-    return sorted(found, key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds))
+    return sorted(traffic(uses), key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds))
 
 
 def _largest(uses: Sequence[CollectiveUse]) -> list[Largest]:

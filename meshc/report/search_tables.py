@@ -1,19 +1,19 @@
 """Tables of the candidates of a search, chosen one first: pipeline stages, and plans.
 
-    tried for the stages: 4 candidates
-      microbatches  schedule  stages  predicted  a rank holds
-      ------------  --------  ------  ---------  ------------  --------------------------------------------
-      4             zb_h1     2       1.3 ms     7.9 MB        taken
-      8             zb_h1     2       1.4 ms     7.6 MB        slower than what is taken
-      2             zb_h1     2       about 2 ms               slower than what is taken
-      4             zb_v      4                  9.1 MB        more than a rank may hold, 8,000,000 bytes
+tried for the stages: 4 candidates
+  microbatches  schedule  stages  predicted  a rank holds
+  ------------  --------  ------  ---------  ------------  --------------------------------------------
+  4             zb_h1     2       1.3 ms     7.9 MB        taken
+  8             zb_h1     2       1.4 ms     7.6 MB        slower than what is taken
+  2             zb_h1     2       about 2 ms               slower than what is taken
+  4             zb_v      4                  9.1 MB        more than a rank may hold, 8,000,000 bytes
 
-    weighed for the plan: 3 candidates
-      candidate         by the model  by the clock  a rank holds
-      ----------------  ------------  ------------  ------------  ----------------------
-      found             144.9 ms      136.6 ms      21.1 GB       taken
-      ddp over dp, tp   153.1 ms      141.4 ms      27.4 GB       slower than what is taken
-      fsdp+megatron     236.1 ms                    about 18 GB   slower than what is taken
+weighed for the plan: 3 candidates
+  candidate         by the model  by the clock  a rank holds
+  ----------------  ------------  ------------  ------------  ----------------------
+  found             144.9 ms      136.6 ms      21.1 GB       taken
+  ddp over dp, tp   153.1 ms      141.4 ms      27.4 GB       slower than what is taken
+  fsdp+megatron     236.1 ms                    about 18 GB   slower than what is taken
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tabulate import tabulate
-
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.plan_candidate import PlanCandidate
-from meshc.report.tables import bytes_text, seconds_text
+from meshc.report.tables import bytes_text, seconds_text, table
 
 SHOWN: Final = 20
 """Largest number of rows."""
@@ -37,13 +35,13 @@ def stage_candidates_table(tried: Sequence[PipelineCandidate]) -> str:
     """The table of candidates for pipeline stages; "" if there was no choice. Candidates that fit in memory come first."""
     if not tried:
         return ""
-    headers, rows = tried_rows(tried)
-    text = tabulate(rows, headers=headers, disable_numparse=True)
-    lines = [f"tried for the stages: {len(tried)} candidate{'s' * (len(tried) > 1)} (times of the microbatches alone)"]
-    lines += [f"  {line}".rstrip() for line in text.splitlines()]
-    if len(tried) > SHOWN:
-        lines.append(f"  and {len(tried) - SHOWN} more, in program.lowered.tried")
-    return "\n".join(lines) + "\n"
+    return _table("tried for the stages", "tried", " (times of the microbatches alone)", len(tried), *tried_rows(tried))
+
+
+def _table(title: str, field: str, note: str, count: int, headers: list[str], rows: list[list[str]]) -> str:
+    """A table of `count` candidates, which `program.lowered` has in this field."""
+    more = f"\n  and {count - SHOWN} more, in program.lowered.{field}" if count > SHOWN else ""
+    return table(rows, headers, f"{title}: {count} candidate{'s' * (count > 1)}{note}") + more + "\n"
 
 
 def tried_rows(tried: Sequence[PipelineCandidate]) -> tuple[list[str], list[list[str]]]:
@@ -73,13 +71,7 @@ def plan_candidates_table(candidates: Sequence[PlanCandidate]) -> str:
     """The table of plans that were compared; "" if none were."""
     if not candidates:
         return ""
-    headers, rows = plan_candidate_rows(candidates)
-    text = tabulate(rows, headers=headers, disable_numparse=True)
-    lines = [f"weighed for the plan: {len(candidates)} candidate{'s' * (len(candidates) > 1)}"]
-    lines += [f"  {line}".rstrip() for line in text.splitlines()]
-    if len(candidates) > SHOWN:
-        lines.append(f"  and {len(candidates) - SHOWN} more, in program.lowered.weighed")
-    return "\n".join(lines) + "\n"
+    return _table("weighed for the plan", "weighed", "", len(candidates), *plan_candidate_rows(candidates))
 
 
 def plan_candidate_rows(candidates: Sequence[PlanCandidate]) -> tuple[list[str], list[list[str]]]:

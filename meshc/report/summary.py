@@ -83,6 +83,33 @@ def collectives(program: PlainProgram, device: Device | None = None) -> list[Col
     return found
 
 
+class CollectiveTraffic(NamedTuple):
+    """Collectives of a call of one kind, over the same axes, in one phase. largest: bytes of the largest; reason: of most bytes."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    bytes: int
+    largest: int
+    seconds: float
+    reason: str
+
+
+def traffic(uses: Iterable[CollectiveUse]) -> list[CollectiveTraffic]:
+    """The collectives by phase, kind and axes, phase after phase."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[CollectiveUse]] = defaultdict(list)
+    for use in uses:
+        groups[use.phase, use.kind, use.axes].append(use)
+    return [
+        CollectiveTraffic(
+            *key, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
+            max(use.bytes_per_rank for use in those), sum(use.seconds for use in those), _mostly(those),
+        )
+        for key, those in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0]))
+    ]  # fmt: skip
+
+
 def summary(program: PlainProgram, device: str | None = None, budget: int | None = None) -> str:
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
     bytes that a rank may hold, where the user has said so."""
@@ -227,23 +254,19 @@ def _pipeline(program: PlainProgram, device: str | None) -> str:
 
 
 def _collectives(program: PlainProgram) -> str:
-    groups: dict[tuple[str, str, str], list[CollectiveUse]] = defaultdict(list)
-    for use in collectives(program):
-        groups[(use.phase, use.kind, ", ".join(use.axes))].append(use)
-    if not groups:
+    found = traffic(collectives(program))
+    if not found:
         return "no collectives: ranks do not communicate"
-    rows = []
-    for (phase, kind, axes), uses in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0])):
-        total = sum(use.bytes_per_rank * use.times for use in uses)
-        largest = max(use.bytes_per_rank for use in uses)
-        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), mostly(uses)))
+    rows = [
+        (one.phase, one.kind, ", ".join(one.axes), one.times, bytes_text(one.bytes), bytes_text(one.largest), one.reason) for one in found
+    ]
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
     sized = "bytes of the operand; of the result for all_gather; what moves for halo and zigzag"
     return table(rows, headers, f"collectives of one call{of} ({sized})")
 
 
-def mostly(uses: Iterable[CollectiveUse]) -> str:
+def _mostly(uses: Iterable[CollectiveUse]) -> str:
     """The reason with the largest number of bytes."""
     said: Counter[str] = Counter()
     for use in uses:
