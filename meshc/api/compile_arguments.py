@@ -245,14 +245,16 @@ class CompileArguments:
 
     def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """A call's arguments bound to the signature. Raises InputError."""
-        signature = self.traced.signature
         flex_on_cpu.masks_as_inputs()
-        admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
+        admission.refuse_inputs(input_names(self.traced.signature, args, kwargs), args, kwargs)
         inputs = self.in_order(args, kwargs)
         if self._exported:
-            names = input_names(signature, *inputs)
-            exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole_batch(inputs)), strict=True)))
+            exported.refuse_other_inputs(self.module, self.named_leaves(self.whole_batch(inputs)))
         return inputs
+
+    def named_leaves(self, inputs: Arguments) -> list[tuple[str, object]]:
+        """The leaves of a call's arguments with their paths."""
+        return list(zip(input_names(self.traced.signature, *inputs), trees.leaves(inputs), strict=True))
 
     def in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """Arguments by name where the signature names them; hooks see what is passed by position, and what by name."""
@@ -290,8 +292,7 @@ class CompileArguments:
 
     def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""
-        names = input_names(self.traced.signature, args, kwargs)
-        leaves = zip(names, trees.leaves((args, kwargs)), strict=True)
+        leaves = self.named_leaves((args, kwargs))
         return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def whole_batch(self, inputs: Arguments) -> Arguments:
@@ -313,8 +314,7 @@ class CompileArguments:
     def batch_dims(self, inputs: Arguments) -> list[int | None]:
         """Of each leaf the dim along which ranks' parts are joined; None for what has no batch, as numbers have none. What `names=` says;
         what a compilation has found; before that the first."""
-        names = input_names(self.traced.signature, *inputs)
-        return [self._batch_dim(name, leaf) for name, leaf in zip(names, trees.leaves(inputs), strict=True)]
+        return [self._batch_dim(name, leaf) for name, leaf in self.named_leaves(inputs)]
 
     def _batch_dim(self, name: str, leaf: object) -> int | None:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
@@ -329,11 +329,9 @@ class CompileArguments:
         """How the whole batch is concatenated from the ranks' parts, for tracing; None if ranks have no parts."""
         if self.data_ranks == 1:
             return None
-        names = input_names(self.traced.signature, *inputs)
-        tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
-        rows = zip(names, self.batch_dims(inputs), tensors, strict=True)
-        ranks = 0 if self.options.local_inputs.uneven_rows else self.data_ranks
-        return JoinedInputs({name: dim for name, dim, there in rows if there}, ranks)
+        leaves = self.named_leaves(inputs)
+        dims = {name: self._batch_dim(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+        return JoinedInputs(dims, 0 if self.options.local_inputs.uneven_rows else self.data_ranks)
 
     def note_batch(self, program: PlainProgram) -> None:
         """Records the batch dims of a program's inputs, for later calls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -167,11 +167,6 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 """Of programs of open sizes, which are verified at several, what they were compared by last."""
 
 
-def _optimizer_key(program: Program) -> tuple[tuple[str, Hashable], ...]:
-    spec = program.compilations.spec
-    return spec.key_of(program.step.optimizers) if spec is not None and program.step is not None else ()
-
-
 def _twins(program: Program, key: tuple[object, ...], request: Request) -> Twins:
     found = _OPEN.get(program)
     if found is None or not found.same(key):
@@ -181,20 +176,26 @@ def _twins(program: Program, key: tuple[object, ...], request: Request) -> Twins
     return found
 
 
+def reference_of(
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
+) -> verification.Reference:
+    """A copy of the model on one device, with these values and inputs, for a program of it to be compared with."""
+    store, module, lowered = program.compilations.store, program.asked.module, program.lowered
+    with calls_allowed(module):
+        twin = plain_copy(module, values, double)
+    args, kwargs = widen_inputs((args, kwargs), double)
+    function = one_device(program.asked.function(kwargs), program.options.experts.limit)
+    of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
+    return verification.Reference(twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python)
+
+
 def _verify_there(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool,
     singles: list[str],
 ) -> verification.Report:  # fmt: skip
     """`singles` gets the lines of the model that compute in single precision all the same."""
-    store, module = program.compilations.store, program.asked.module
-    ask = program.lowered.request
-    with calls_allowed(module):
-        twin = plain_copy(module, values, double)
-    args, kwargs = widen_inputs((args, kwargs), double)
-    seed = store.seed if store else 0
-    function = one_device(program.asked.function(kwargs), program.asked.options.experts.limit)
-    of_python = program.compilations.last.reads.numbers()
-    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, None, ask.hooks, of_python)
+    ask, reference = program.lowered.request, reference_of(program, values, args, kwargs, double)
+    twin, args, kwargs = reference.module, reference.args, reference.kwargs
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
     report = verification.Report(verification.tolerance_of(computed, double))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
@@ -205,8 +206,8 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
-        held = call_keys.module_key(ModuleWatch(twin).state(), ask.grad)
-        again = _twins(program, (program.general, double, held, _optimizer_key(program)), request)
+        held = program.asked.context_key(ModuleWatch(twin).state(), program.compilations.spec)
+        again = _twins(program, (program.general, double, held), request)
         singles.extend(again.singles)
         plain = instance.program_for_shapes(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients

@@ -14,7 +14,6 @@ from meshc.api import compile, verification
 from meshc.commands.target import load_program, load_target
 from meshc.errors import PlanError, VerifyError
 from meshc.frontend.double_copy import double_by_default
-from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.options import NAMES, Experts, Options, Pipelining, Training
@@ -23,7 +22,6 @@ from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison as comparison
 from meshc.runtime.simulator.float64_comparison import widen_program
-from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.text import printer
 
 
@@ -51,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
         else:
-            report = verify_as_it_stands(saved, program, args, kwargs, options.dtype == "float64")
+            report = verify_as_it_stands(saved, program, options.dtype == "float64")
             print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
     print(report)
 
@@ -81,9 +79,7 @@ def same_program(one: PlainProgram, other: PlainProgram) -> bool:
     return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
 
 
-def verify_as_it_stands(
-    saved: PlainProgram, program: compile.Program, args: tuple[object, ...], kwargs: dict[str, object], double: bool
-) -> comparison.Report:
+def verify_as_it_stands(saved: PlainProgram, program: compile.Program, double: bool) -> comparison.Report:
     """The saved program itself, in double precision if that is asked for, against the model on one device. Raises VerifyError."""
     ask = program.lowered.request
     mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))
@@ -92,10 +88,7 @@ def verify_as_it_stands(
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
     fitting = instance.program_for_shapes(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
-    twin = plain_copy(ask.module, None, double)
-    args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
-    function = one_device(ask.function, program.options.experts.limit)
-    reference = comparison.Reference(twin, function, args, kwargs, double=double, parts=program.lowered.parts)
+    reference = verification.reference_of(program, None, ask.args, dict(ask.kwargs), double)
     computed = () if wide else (port.dtype for port in saved.inputs)
     report = comparison.Report(comparison.tolerance_of(computed, wide))
     compared = widen_program(fitting) if double else fitting
@@ -103,7 +96,7 @@ def verify_as_it_stands(
         if program.step is None:
             comparison.compare_module(compared, reference, report)
         else:
-            verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
+            verification.verify_update(program, lambda spec: compared, {}, reference.module, reference, report, double)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_first_edit(saved, program.general)}")
     return report
