@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,7 @@ class Compilation:
     agreed: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class AdmittedCall:
+class AdmittedCall(NamedTuple):
     """A checked call, with its key.
 
     arguments  gives them by name; of parts of unequal numbers of rows, the whole batch as shapes
