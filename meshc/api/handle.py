@@ -159,11 +159,10 @@ class Program:
     # ------------------------------------------------------------------------------------------------------------------ calling
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed.
-
-        What a call passes before anything of it is sent: `refuse_call` (there are ranks), `refuse_around` (no transform is outside), the
-        guard (no rank has failed, no other thread is inside), `admit` (the arguments, their form and key), `prepare` (a compilation for the
-        key: what is new, ranks agree on), `check` (the model is as it was, the inputs fit), `compare` (what ranks must pass alike)."""
+        """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
+        # What a call passes before anything of it is sent: `refuse_call` (there are ranks), `refuse_around` (no transform is outside), the
+        # guard (no rank has failed, no other thread is inside), `admit` (the arguments, their form and key), `prepare` (a compilation for
+        # the key: what is new, ranks agree on), `check` (the model is as it was, the inputs fit), `compare` (what ranks must pass alike)
         self.world.refuse_call()
         outer_transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
