@@ -225,7 +225,7 @@ def torch_graph(
             reads = tuple(dict.fromkeys((*watched, *methods(PlaceLookup({MODEL: module, FUNCTION: function}), watched, seen.code))))
         except Exception as error:
             raise trace_errors.explain_error(error, signature, args, kwargs) from error
-    inputs_of_python.write(graph, seen.constants)
+    inputs_of_python.refuse_constants(seen.constants)
     notes = [*seen.notes(), *settle_graph(graph)]
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)

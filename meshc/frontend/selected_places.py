@@ -97,6 +97,7 @@ class SelectedPlaces(InsertedCalls):
 
     rows     the `SelectedRows` that stand for each value of selected rows; a tuple for a node with several values
     numbers  the `Number` that stands for each number that data decides
+    inputs   numbers among these that are inputs of the program
     begun    by value or number, the selections that it comes from
     """
 
@@ -104,6 +105,7 @@ class SelectedPlaces(InsertedCalls):
         super().__init__(module)
         self.rows: dict[Node, SelectedRows | tuple[SelectedRows, ...]] = {}
         self.numbers: dict[Node, DataNumber] = {}
+        self.inputs: set[Node] = set()
         self.begun: dict[Node, tuple[Node, ...]] = {}
         self.stopped: set[Node] = set()
         self.done: list[Node] = []

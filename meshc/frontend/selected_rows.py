@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -29,46 +29,45 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from meshc.errors import CaptureError
 from meshc.frontend.expert_tape import ROWS, NotRows, RowProof
 from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.inserted_calls import map_arguments
-from meshc.frontend.joined_rows import JOINS, JoinedRows, numbers_for_proof, size_for_proof, without_values
-from meshc.frontend.read_numbers import BY_NUMBERS, NUMBERS, TWO
+from meshc.frontend.joined_rows import JOINS, numbers_for_proof, size_for_proof, without_values
+from meshc.frontend.number_tensors import BY_NUMBERS, SIZED, NumberTensors, in_place_of, nodes_in
 from meshc.frontend.selected_places import (
     IN_PLACE,
     WRITES,
-    DataNumber,
     NotFollowed,
     RowIndex,
     RowSelection,
     SelectedRows,
-    first_of,
     is_by_mask,
     is_unbacked,
     name_of,
     value_of,
 )
 from meshc.frontend.side_effects import is_check
+from meshc.frontend.sources import source_of
 from meshc.ops.signatures import bind_arguments, bind_with_defaults
 
 STOPPED: Final = "meshc_stopped"
 """Key in a selection's meta: (call at which its rows cannot be followed, why)."""
-SIZED: Final = frozenset("view reshape expand zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to unflatten".split())
-"""Calls that take the number of rows as a size."""
 BY_CLASS: Final = ("cross_entropy", "nll_loss")
 SUMMED: Final = ("sum", "mean", "any", "all", "count_nonzero")
 
 
 def follow_selected_rows(module: GraphModule) -> None:
-    """Rewrite the selections of a trace in place. Those that cannot be followed stay, with the reason in their meta (`STOPPED`)."""
+    """Rewrite the selections of a trace, and the numbers that are its inputs, in place. Selections that cannot be followed stay, with the
+    reason in their meta (`STOPPED`). Raises CaptureError for a number that is an input, where a call takes no tensor."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
         if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
             _RowFollower(body).follow_calls()
             body.recompile()
 
 
-class _RowFollower(JoinedRows):
+class _RowFollower(NumberTensors):
     """rows     the `SelectedRows` that stand for each value of selected rows; a tuple for a node with several values
     numbers  the `Number` that stands for each number computed from their count
     begun    by value or number, the selections that it comes from
@@ -104,6 +103,8 @@ class _RowFollower(JoinedRows):
                 self._graph.erase_node(node)
 
     def stop(self, node: Node, why: str) -> None:
+        if any(first in self.inputs for first in self.begun[node]):
+            raise CaptureError(f"{source_of(node)}: {name_of(node)} takes the number itself, and no tensor")
         self.stopped.add(node)
         for first in self.begun[node]:
             first.meta.setdefault(STOPPED, (node, why))
@@ -138,8 +139,7 @@ class _RowFollower(JoinedRows):
         elif name in ("nonzero", "argwhere") or name == "where" and len(args) == 1 and not node.kwargs:
             self.coordinates(node, args[0], name != "where" and not node.kwargs.get("as_tuple", False))
         elif name == "item" and self.example_of(args[0]).dtype != torch.bool and not value_of(args[0]).is_complex():
-            held = self._call(node, "reshape", self._call(node, "clone", self._call(node, "detach", args[0])), [])
-            self.numbers[node] = DataNumber(self.exact(node, held), None)
+            self.begin_number(node)
         else:
             raise NotFollowed("")
 
@@ -148,10 +148,6 @@ class _RowFollower(JoinedRows):
         if value_of(node) is None:
             node.meta["example_value"] = self._example(node.op, node.target, node.args, node.kwargs)
         return value_of(node)
-
-    def exact(self, node: Node, number: Node) -> Node:
-        """A number in Python's precision: float64 or int64."""
-        return self._call(node, "to", number, torch.float64 if value_of(number).is_floating_point() else torch.int64)
 
     # Calls that read selected rows.
 
@@ -223,7 +219,7 @@ class _RowFollower(JoinedRows):
             for one in node.all_input_nodes
         )
         values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
-        args, kwargs = self.call_arguments(node, name, lambda one: values[one], self.size_of_all, lambda one: self.numbers[one].tensor)
+        args, kwargs = self.call_arguments(node, name, lambda one: values[one], self.size_of_all, lambda one: self.cast(node, one))
         made = self._call(node, target, *args, **kwargs)
         if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, which examples are computed without
             with self._mode:
@@ -295,93 +291,6 @@ class _RowFollower(JoinedRows):
             raise NotFollowed(f"{name}() gives no row for each row")
         return counts.pop() // (size_for_proof(rows, numbers) if numbers else ROWS)
 
-    def call_arguments(
-        self, node: Node, name: str, row: Callable[[Node], Any], size: Callable[[Any], int], tensor: Callable[[Node], Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments with the values that stand for rows; their number is a size where the call takes a size, else a tensor."""
-
-        def one(argument: Node) -> Any:
-            if argument in self.rows:
-                return row(argument)
-            if argument not in self.numbers:
-                return argument
-            return size(value_of(argument)) if name in SIZED else tensor(argument)
-
-        return map_arguments(node, one)
-
-    def number_position(self, node: Node) -> int | None:
-        """The first position of an index with a number that data decides; None if there is none."""
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        found = [dim for dim, one in enumerate(index) if any(each in self.numbers for each in _nodes(one))]
-        return found[0] if found and first_of(node) not in self.begun else None
-
-    def numbers_in(self, node: Node) -> Iterable[Node]:
-        return [one for one in node.all_input_nodes if one in self.numbers]
-
-    # Numbers computed from the count of selected rows.
-
-    def number(self, node: Node, name: str) -> None:
-        first = node.all_input_nodes[0]
-        held = self.rows.get(first)
-        if isinstance(held, SelectedRows):
-            if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
-                raise NotFollowed("a number is read of them")
-            of = value_of(first)
-            counted = self.count(node, held.chosen)
-            if name in ("sym_numel", "numel"):
-                counted = self._call(node, operator.mul, counted, math.prod(value_of(held.value).shape[1:]))
-            elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [held.at]:
-                raise NotFollowed("a number is read of them")
-            self.numbers[node] = DataNumber(counted, held.chosen)
-            return
-        target: Any = node.target
-        rows = [self.numbers[one] for one in node.all_input_nodes if one in self.numbers]
-        if name in ("sym_float", "sym_int") and len(rows) == 1:
-            whole = self._call(node, "to", rows[0].tensor, torch.int64 if name == "sym_int" else torch.float64)
-            self.numbers[node] = DataNumber(whole, rows[0].chosen)
-            return
-        if node.target not in NUMBERS or node.kwargs or len(rows) != len(node.all_input_nodes):
-            raise NotFollowed("what is done with how many there are has no counterpart among tensors")
-        args = [self.numbers[one].tensor if isinstance(one, Node) else one for one in node.args]
-        made = NUMBERS[target]
-        if target in (operator.truediv, math.sqrt):  # Python computes these in double precision
-            args = [self._call(node, "to", one, torch.float64) if isinstance(one, Node) else one for one in args]
-        if target in TWO:
-            args = sorted(args, key=lambda one: not isinstance(one, Node))
-            made = TWO[target] if all(isinstance(one, Node) for one in args) else made
-        chosen = self.selection_of_size(value_of(node)) or next((one.chosen for one in rows if one.chosen is not None), None)
-        self.numbers[node] = DataNumber(self._call(node, made, *args), chosen)
-
-    def count(self, node: Node, chosen: RowSelection) -> Node:
-        return self._call(node, "sum", chosen.mask)
-
-    def by_number(self, node: Node, name: str) -> None:
-        """A call that reads no rows, but their number."""
-        value = node.meta.get("example_value")
-        if not isinstance(value, Tensor):
-            raise NotFollowed("how many they are decides something else than a tensor")
-        if is_unbacked(node):
-            if name not in SIZED:
-                raise NotFollowed(f"{name}() makes a tensor of as many")
-            args, kwargs = self.call_arguments(node, name, lambda one: one, self.size_of_all, lambda one: one)
-            chosen = self.selection_of_size(value.shape[0]) if value.dim() else None
-            if chosen is None:
-                raise NotFollowed(f"{name}() makes a tensor of as many")
-            self.rows[node] = SelectedRows(self._call(node, node.target, *args, **kwargs), chosen)
-            return
-        if name not in BY_NUMBERS:
-            raise NotFollowed(f"{name}() takes the number itself, and no tensor")
-        for dtype in (None, value.dtype):
-            held = {one: self.numbers[one].tensor for one in self.numbers_in(node)}
-            if dtype is not None:  # a 0-dim operand does not decide the dtype beside others
-                held = {one: self._call(node, "to", tensor, dtype) for one, tensor in held.items()}
-            args, kwargs = map_arguments(node, partial(_in_place_of, held))
-            made = self._call(node, node.target, *args, **kwargs)
-            if value_of(made).dtype == value.dtype and value_of(made).shape == value.shape:
-                node.replace_all_uses_with(made)
-                return
-        raise NotFollowed(f"{name}() gives another dtype of a tensor than of a number")
-
     # Reductions over rows.
 
     def sums(self, node: Node) -> bool:
@@ -399,7 +308,7 @@ class _RowFollower(JoinedRows):
             return False
         name = name_of(node)
         blank = self.fill_unselected(node, rows, fill=1 if name == "all" else 0).value
-        args, kwargs = map_arguments(node, partial(_in_place_of, {first: blank}))
+        args, kwargs = map_arguments(node, partial(in_place_of, {first: blank}))
         if name != "mean":
             node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
             return True
@@ -457,8 +366,8 @@ class _RowFollower(JoinedRows):
             x: self.fill_unselected(node, scores).value,
             target: self.fill_unselected(node, replace(classes, zero=False), fill=ignored).value,
         }
-        args, kwargs = map_arguments(node, partial(_in_place_of, values))
-        if any(one in self.begun for one in (*_nodes(args), *_nodes(kwargs))):
+        args, kwargs = map_arguments(node, partial(in_place_of, values))
+        if any(one in self.begun for one in (*nodes_in(args), *nodes_in(kwargs))):
             raise NotFollowed("weights of classes follow from them")
         node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
 
@@ -472,13 +381,3 @@ def _loss_arguments(node: Node) -> Mapping[str, Any]:
         return bind_with_defaults(target, node.args, node.kwargs)
     except TypeError:
         return {}
-
-
-def _in_place_of(values: Mapping[Node, Any], node: Node) -> Any:
-    return values.get(node, node)
-
-
-def _nodes(given: Any) -> list[Node]:
-    found: list[Node] = []
-    map_arg(given, lambda one: found.append(one))
-    return found
