@@ -11,7 +11,6 @@ another value: `model.config = copy.copy(model.config)` is none. Messages name a
 from __future__ import annotations
 
 import enum
-import functools
 import math
 import re
 import sys
@@ -19,6 +18,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, Final, TypeGuard
@@ -186,7 +186,7 @@ class Reads:
             texts[text] = _value_text(value)
             base = there.at(_base(place))[0]
             if number is not None:
-                self._numbers.append((number, functools.partial(_take_step, base, place.steps[-1]), described[-1], text))
+                self._numbers.append((number, partial(_take_step, base, place.steps[-1]), described[-1], text))
                 continue
             look.note(base, place.steps[-1], value)
             if (TYPE, None) in place.steps:
@@ -411,16 +411,12 @@ class _IdentityCheck:
 
     def __init__(self) -> None:
         self.count = 0
-        self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        self._lists: dict[int, list[Any]] = {}
-        self._sizes: dict[int, list[Any]] = {}
-        self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
+        self._names: dict[tuple[type, int], tuple[Any, dict[Any, Any]]] = {}
+        """By kind of getter and container: the container, and the object at each name."""
         self._keys: dict[int, tuple[Any, int | None]] = {}
         """How many of the first keys are compared; None: all."""
-        self._kinds: dict[int, tuple[Any, type]] = {}
-        self._versions: dict[int, torch.Tensor] = {}
-        self._codes: dict[int, types.FunctionType] = {}
+        self._equal: dict[tuple[Hashable, ...], tuple[Callable[[], Any], Any]] = {}
+        """Reads of what has no identity, and their values."""
 
     def note(self, base: Any, step: tuple[str, Any], value: Any) -> None:
         """Records the value one step from `base`."""
@@ -430,70 +426,56 @@ class _IdentityCheck:
         if kind == ATTRIBUTE:
             held = getattr(base, "__dict__", None)
             if type(held) is dict and what in held:
-                self._items.setdefault(id(held), (held, {}))[1][what] = value
+                self._note_name(itemgetter, held, what, value)
             elif what not in FIXED and not isinstance(value, types.MethodType) and value is not NOTHING:
-                self._attributes[id(base), what] = base, what, value
+                self._note_name(attrgetter, base, what, value)
         elif kind in (ITEM, NTH) and isinstance(base, dict | types.MappingProxyType | list):
             if value is not NOTHING:
-                self._items.setdefault(id(base), (base, {}))[1][_nth_key(base, what) if kind == NTH else what] = value
+                self._note_name(itemgetter, base, _nth_key(base, what) if kind == NTH else what, value)
         elif kind in (HAS_ITEM, HAS_ATTRIBUTE) and value is not NOTHING:
-            self._own[id(base), what] = (base if kind == HAS_ITEM else base.__dict__), what, value
+            self._equal[kind, id(base), what] = partial(contains, base if kind == HAS_ITEM else base.__dict__, what), value
         elif kind == TYPE:  # an object may become one of another class
-            self._kinds[id(base)] = base, value
+            self._equal[kind, id(base)] = partial(type, base), value
         elif kind in (KEY, KEYS) and value is not NOTHING:
             many = self._keys.get(id(base), (base, 0))[1]
             self._keys[id(base)] = base, None if kind == KEYS or many is None else max(many, what + 1)
 
+    def _note_name(self, get: type, held: Any, name: Any, value: Any) -> None:
+        self._names.setdefault((get, id(held)), (held, {}))[1][name] = value
+
     def follow(self, value: Any, elsewhere: bool) -> None:
         """Records the contents of a value. `elsewhere`: its items have places of their own, or are compared elsewhere."""
         if isinstance(value, list):
-            self._sizes[id(value)] = value
-            if not elsewhere:
-                self._lists[id(value)] = value
+            self._equal["length", id(value)] = partial(len, value), len(value)
+            for at, item in enumerate(value if not elsewhere and len(value) <= MOST else ()):
+                self._note_name(itemgetter, value, at, item)
         elif isinstance(value, torch.Tensor) and not elsewhere:
-            self._versions[id(value)] = value
+            self._equal["version", id(value)] = partial(getattr, value, "_version"), value._version
         elif isinstance(value, types.FunctionType) and not _is_installed(value):
-            self._codes[id(value)] = value
+            self._note_name(attrgetter, value, "__code__", value.__code__)
 
     def close(self) -> None:
         """Builds the getters and expected values, after the last `note`."""
-        rows = [(held, list(names.items()) * (2 if len(names) == 1 else 1)) for held, names in self._items.values()]  # a getter of tuples
-        self._held = [held for held, _ in rows]
-        self._getters: list[Callable[[Any], Any]] = [itemgetter(*(name for name, _ in names)) for _, names in rows]
-        self._then = [value for _, names in rows for _, value in names]
-        found = list(self._attributes.values())
-        self._objects, self._attribute_getters = [one[0] for one in found], [attrgetter(one[1]) for one in found]
-        self._attributes_then = [one[2] for one in found]
-        self._key_lists = [(held, many, tuple(islice(held, many))) for held, many in self._keys.values()]
-        self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
-        self._sized, self._lengths_then = list(self._sizes.values()), list(map(len, self._sizes.values()))
-        own = list(self._own.values())
-        self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
-        self._typed, self._types_then = [list(row) for row in zip(*self._kinds.values(), strict=True)] or [[], []]
-        self._tensors, self._versions_then = list(self._versions.values()), list(map(_version, self._versions.values()))
-        self._functions, self._codes_then = list(self._codes.values()), list(map(_code, self._codes.values()))
-        self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._functions)))
-        self.count += sum(len(then) for _, then in self._tables)
+        for held, many in self._keys.values():
+            self._equal[KEYS, id(held)] = partial(_first_keys, held, many), _first_keys(held, many)
+        rows = [(get, held, list(names.items())) for (get, _), (held, names) in self._names.items()]
+        self.count = len(self._equal) + sum(len(names) for _, _, names in rows)
+        rows = [(get, held, names * (2 if len(names) == 1 else 1)) for get, held, names in rows]  # a getter of tuples
+        self._held = [held for _, held, _ in rows]
+        self._getters: list[Callable[[Any], Any]] = [get(*(name for name, _ in names)) for get, _, names in rows]
+        self._then = [value for _, _, names in rows for _, value in names]
+        self._reads, self._values = [read for read, _ in self._equal.values()], [value for _, value in self._equal.values()]
 
     def holds(self) -> bool:
         try:
-            return (
-                all(map(is_, chain.from_iterable(map(_call, self._getters, self._held)), self._then))
-                and all(map(is_, map(_call, self._attribute_getters, self._objects), self._attributes_then))
-                and all(map(is_, map(_code, self._functions), self._codes_then))
-                and all(map(is_, map(type, self._typed), self._types_then))
-                and list(map(_version, self._tensors)) == self._versions_then
-                and list(map(contains, self._asked, self._whats)) == self._has_then
-                and all(tuple(islice(held, many)) == then for held, many, then in self._key_lists)
-                and list(map(len, self._sized)) == self._lengths_then
-                and all(all(map(is_, each, then)) for each, then in self._tables)
-            )
+            same = all(map(is_, chain.from_iterable(map(_call, self._getters, self._held)), self._then))
+            return same and [read() for read in self._reads] == self._values
         except (LookupError, AttributeError):
             return False
 
 
-_version: Final = attrgetter("_version")
-_code: Final = attrgetter("__code__")
+def _first_keys(held: Any, many: int | None) -> tuple[Any, ...]:
+    return tuple(islice(held, many))
 
 
 def _call(get: Callable[[Any], Any], held: Any) -> Any:
