@@ -189,6 +189,17 @@ def a_count_of_steps() -> tuple[Loss, Change]:
 
 
 @case(3)
+def a_whole_number_beside_whole_numbers() -> tuple[Loss, Change]:
+    count = 1
+
+    def change(model: Any, step: int) -> None:
+        nonlocal count
+        count = 1 + step
+
+    return lambda out, target: error(out, target) + (out[:, 0] * (torch.arange(len(out)) * count)).mean(), change
+
+
+@case(3)
 def another_config() -> tuple[Loss, Change]:
     return error, lambda model, step: setattr(model, "config", Config(1.0 + step))
 
