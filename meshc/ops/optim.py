@@ -1,7 +1,7 @@
 """Optimizer updates as operators: `meshc::adam`, `meshc::adam_amsgrad`, `meshc::sgd`, `meshc::sgd_plain`.
 
-Each exists three times. The functional one is what a program holds before `fuse_updates`; `NAME_` writes into its operands;
-`NAME_many_` does so for whole lists with one call of torch's fused kernel.
+Each exists twice. The functional one is what a program holds before `fuse_updates`; `NAME_many_` writes into its operands, for whole lists
+with one call of torch's fused kernel.
 
     new_param, new_exp_avg, new_exp_avg_sq, new_step = meshc.adam(param, grad, exp_avg, exp_avg_sq, step, lr, ..., decoupled, maximize)
     meshc.adam_many_(params, grads, exp_avgs, exp_avg_sqs, steps, lr, ..., decoupled, maximize)
@@ -11,16 +11,17 @@ on an accelerator goes to the fused kernel as a tensor, so that a captured graph
 `first` is 1 until a momentum buffer has been written, and the buffer is zero until then. Updates are elementwise in parameter, gradient
 and state: any sharding that these share is legal.
 
-The arithmetic is that of `torch.optim`'s single-tensor implementations, in their order.
+Where no fused kernel applies, the arithmetic is that of `torch.optim`'s single-tensor implementations, in their order; Adam's is theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from meshc.ops.operands import misfit
 
@@ -69,59 +70,40 @@ def _number(value: Tensor) -> float:
     return float(value.item())
 
 
-def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+def _adam_settings(of: _Adam) -> dict[str, Any]:
+    """Arguments that torch's function and its fused kernels take alike."""
+    numbers = {"beta1": of.beta1, "beta2": of.beta2, "eps": of.eps, "weight_decay": of.weight_decay}
+    return {name: _number(value) for name, value in numbers.items()} | {"maximize": of.maximize}
 
 
 def _adam_one(written: Sequence[Tensor], grad: Tensor, of: _Adam) -> None:
     """One parameter's update in place; `written` is (param, exp_avg, exp_avg_sq, [max_exp_avg_sq,] step)."""
-    step = written[-1]
-    param, *moments, grad = _as_real([*written[:-1], grad])
-    rate, b1, b2, epsilon, decay = map(_number, of[:5])
-    exp_avg, exp_avg_sq = moments[:2]
-    if of.maximize:
-        grad = -grad
-    step += 1
-    count = step.item()
-    if decay != 0:
-        if of.decoupled:
-            param.mul_(1 - rate * decay)
-        else:
-            grad = grad.add(param, alpha=decay)
-    exp_avg.lerp_(grad, 1 - b1)
-    exp_avg_sq.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-    if len(moments) == 3:
-        torch.maximum(moments[2], exp_avg_sq, out=moments[2])
-    denominator = (moments[-1].sqrt() / (1 - b2**count) ** 0.5).add_(epsilon)
-    param.addcdiv_(exp_avg, denominator, value=-rate / (1 - b1**count))
+    param, exp_avg, exp_avg_sq, *largest, step = written
+    adam(
+        [param], [grad], [exp_avg], [exp_avg_sq], largest, [step], foreach=False, decoupled_weight_decay=of.decoupled,
+        amsgrad=bool(largest), lr=_number(of.lr), **_adam_settings(of),
+    )  # fmt: skip
 
 
-def _sgd_one(written: Sequence[Tensor], grad: Tensor, of: _SGD) -> None:
-    """One parameter's update in place; `written` is (param, momentum_buffer, first)."""
-    param, buffer, first = written
-    mass, damping, decay = map(_number, of[1:4])
-    if of.maximize:
-        grad = -grad
-    if decay != 0:
-        grad = grad.add(param, alpha=decay)
-    if _is_first_on_cpu(first):
-        buffer.copy_(grad)
-    elif first.device.type == "cpu" or damping == 0:
-        buffer.mul_(mass).add_(grad, alpha=1 - damping)
-    else:  # reading `first` would make the host wait for the device
-        buffer.copy_(torch.where(first != 0, grad, buffer * mass + grad * (1 - damping)))
-    first.zero_()
-    direction = grad.add(buffer, alpha=mass) if of.nesterov else buffer
-    param.add_(direction, alpha=-_number(of.lr))
-
-
-def _sgd_plain_one(written: Sequence[Tensor], grad: Tensor, of: _PlainSGD) -> None:
-    (param,) = written
-    if of.maximize:
-        grad = -grad
+def _sgd_one(written: Sequence[Tensor], grad: Tensor, of: _SGD | _PlainSGD) -> None:
+    """One parameter's update in place; `written` is (param, momentum_buffer, first), or (param,) without momentum."""
+    param, *state = written
     decay = _number(of.weight_decay)
+    if of.maximize:
+        grad = -grad
     if decay != 0:
         grad = grad.add(param, alpha=decay)
+    if isinstance(of, _SGD):
+        buffer, first = state
+        mass, damping = _number(of.momentum), _number(of.dampening)
+        if _is_first_on_cpu(first):
+            buffer.copy_(grad)
+        elif first.device.type == "cpu" or damping == 0:
+            buffer.mul_(mass).add_(grad, alpha=1 - damping)
+        else:  # reading `first` would make the host wait for the device
+            buffer.copy_(torch.where(first != 0, grad, buffer * mass + grad * (1 - damping)))
+        first.zero_()
+        grad = grad.add(buffer, alpha=mass) if of.nesterov else buffer
     param.add_(grad, alpha=-_number(of.lr))
 
 
@@ -207,73 +189,50 @@ def _adam_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of:
             largest[0] if largest else [],
             [s if s.dtype == torch.float32 and s.device == params[0].device else s.to(params[0].device, torch.float32) for s in steps],
             lr=_scalar_for_kernel(of.lr),
-            beta1=_number(of.beta1),
-            beta2=_number(of.beta2),
-            weight_decay=_number(of.weight_decay),
-            eps=_number(of.eps),
             amsgrad=bool(largest),
-            maximize=of.maximize,
+            **_adam_settings(of),
         )
     for i in alone:
         _adam_one([column[i] for column in columns], grads[i], of)
 
 
-def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _SGD) -> None:
-    params, buffers, firsts = columns
+def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _SGD | _PlainSGD) -> None:
+    params, *state = columns
+    buffers, firsts = state or ((), ())
+    mass, damping, nesterov = (_number(of.momentum), _number(of.dampening), of.nesterov) if isinstance(of, _SGD) else (0.0, 0.0, False)
     together, alone = _partition_for_fused_kernel(columns, grads, 2, halves=False)
-    undamped = _number(of.dampening) == 0
     for indices in together:
         by_first: dict[bool, list[int]] = {}
         for i in indices:
-            if firsts[i].device.type == "cpu" or undamped:
-                by_first.setdefault(_is_first_on_cpu(firsts[i]), []).append(i)
+            if not firsts or firsts[i].device.type == "cpu" or damping == 0:
+                by_first.setdefault(bool(firsts) and _is_first_on_cpu(firsts[i]), []).append(i)
             else:
                 alone.append(i)
         for is_first, members in by_first.items():
             torch._fused_sgd_(
                 [params[i] for i in members],
                 [_laid_out_like(grads[i], params[i]) for i in members],
-                [buffers[i] for i in members],
+                [buffers[i] for i in members] if buffers else [],
                 weight_decay=_number(of.weight_decay),
-                momentum=_number(of.momentum),
+                momentum=mass,
                 lr=_scalar_for_kernel(of.lr),
-                dampening=_number(of.dampening),
-                nesterov=of.nesterov,
+                dampening=damping,
+                nesterov=nesterov,
                 maximize=of.maximize,
                 is_first_step=is_first,
             )
-            written = [firsts[i] for i in members if is_first or firsts[i].device.type != "cpu"]
+            written = [firsts[i] for i in members if is_first or firsts[i].device.type != "cpu"] if firsts else []
             if written:
                 torch._foreach_zero_(written)
     for i in alone:
-        _sgd_one([params[i], buffers[i], firsts[i]], grads[i], of)
-
-
-def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _PlainSGD) -> None:
-    params = columns[0]
-    together, alone = _partition_for_fused_kernel(columns, grads, 1, halves=False)
-    for indices in together:
-        torch._fused_sgd_(
-            [params[i] for i in indices],
-            [_laid_out_like(grads[i], params[i]) for i in indices],
-            [],
-            weight_decay=_number(of.weight_decay),
-            momentum=0.0,
-            lr=_scalar_for_kernel(of.lr),
-            dampening=0.0,
-            nesterov=False,
-            maximize=of.maximize,
-            is_first_step=False,
-        )
-    for i in alone:
-        _sgd_plain_one([params[i]], grads[i], of)
+        _sgd_one([column[i] for column in columns], grads[i], of)
 
 
 _LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 
 
 def _define_schemas(name: str, operands: Sequence[str], last: str) -> None:
-    """Define schemas of an update's three forms: functional, in place, in place for lists. `last`: schema of the numbers."""
+    """Define schemas of an update's two forms: functional, in place for lists. `last`: schema of the numbers."""
     others, count = operands[1:], len(operands)
     letters = "abcdefgh"
 
@@ -283,12 +242,11 @@ def _define_schemas(name: str, operands: Sequence[str], last: str) -> None:
 
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     schema(name, returns, lambda i, operand: f"Tensor {operand}", "Tensor grad")
-    schema(f"{name}_", "()", lambda i, operand: f"Tensor({letters[i]}!) {operand}", "Tensor grad")
     schema(f"{name}_many_", "()", lambda i, operand: f"Tensor({letters[i]}!)[] {operand}s", "Tensor[] grads")
 
 
 def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
-    """Register the three forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
+    """Register the two forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
     operands, numbers = _FAMILIES[name]
     last = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(numbers).items())
     count = len(operands)
@@ -299,10 +257,6 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
             _fit(name, operands, [[t] for t in (param, *rest[: count - 1])], [grad])
         else:
             _fit(name, operands, [param, *rest[: count - 1]], grad)
-
-    def in_place(param, grad, *rest):  # type: ignore[no-untyped-def]
-        fit(param, grad, *rest)
-        many([[t] for t in (param, *rest[: count - 1])], [grad], numbers(*rest[count - 1 :]))
 
     def in_place_many(params, grads, *rest):  # type: ignore[no-untyped-def]
         fit(params, grads, *rest)
@@ -325,11 +279,7 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
         written = tuple(torch.empty_like(t) for t in (param, *rest[: count - 1]))
         return written[0] if count == 1 else written
 
-    for kind, kernel, fake in (
-        (name, functional, functional_fake),
-        (f"{name}_", in_place, fit),
-        (f"{name}_many_", in_place_many, fit),
-    ):
+    for kind, kernel, fake in ((name, functional, functional_fake), (f"{name}_many_", in_place_many, fit)):
         _LIBRARY.impl(kind, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
 
@@ -337,7 +287,7 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
 _define("adam", _adam_one, _adam_many)
 _define("adam_amsgrad", _adam_one, _adam_many)
 _define("sgd", _sgd_one, _sgd_many)
-_define("sgd_plain", _sgd_plain_one, _sgd_plain_many)
+_define("sgd_plain", _sgd_one, _sgd_many)
 
 UPDATES: tuple[torch._ops.OpOverload, ...] = tuple(getattr(torch.ops.meshc, name).default for name in _FAMILIES)
 """The functional updates."""

@@ -9,23 +9,13 @@ import torch
 from torch.nn import Parameter
 
 from meshc.errors import StateError
-from meshc.ir.schemas import in_place_form
 from meshc.ops import optim as ops
 from meshc.optimizer import optimizer as mo
 from tests.optimizer.stepped import Shadow, parameters, plain_call, run
 
 
-def in_place_call(op, *args, **kwargs):
-    """The in-place twin on copies, in the functional one's clothes."""
-    if op not in ops.UPDATES:
-        return op(*args, **kwargs)
-    args = [a.clone() if i in ops.WRITTEN[op] else a for i, a in enumerate(args)]
-    in_place_form(op)(*args, **kwargs)
-    written = tuple(args[i] for i in ops.WRITTEN[op])
-    return written if len(written) > 1 else written[0]
-
-
 def many_call(op, *args, **kwargs):
+    """The in-place twin on copies, in the functional one's clothes."""
     if op not in ops.MANY:
         return op(*args, **kwargs)
     tensors = max(ops.WRITTEN[op]) + 1 if len(ops.WRITTEN[op]) > 1 else 2
@@ -49,7 +39,7 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize("call", [plain_call, in_place_call, many_call])
+@pytest.mark.parametrize("call", [plain_call, many_call])
 @pytest.mark.parametrize("kind, options", OPERATORS)
 def test_operator_equals_torch(kind, options, call):
     options = copy.deepcopy(options)
@@ -92,7 +82,7 @@ def test_parameter_that_is_not_dense_takes_the_plain_update():
     part, reference = whole[:, ::2], whole[:, ::2].clone()
     grad = torch.ones_like(reference)
     lr, decay = torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
-    torch.ops.meshc.sgd_plain_(part, grad, lr, decay, False)
+    torch.ops.meshc.sgd_plain_many_([part], [grad], lr, decay, False)
     assert torch.equal(part, reference - 0.5)
     assert torch.equal(whole[:, 1::2], torch.arange(24, dtype=torch.float64).reshape(4, 6)[:, 1::2])
 
@@ -119,7 +109,8 @@ def test_registration(name):
     args = (*like_param, *scalar, *(torch.tensor(0.5, dtype=torch.float64) for _ in range(count)), *flags)
     utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.meshc, name).default, args, test_utils=utilities)
-    torch.library.opcheck(getattr(torch.ops.meshc, f"{name}_").default, args, test_utils=utilities)
+    lists = (*([one] for one in (*like_param, *scalar)), *args[len(like_param) + len(scalar) :])
+    torch.library.opcheck(getattr(torch.ops.meshc, f"{name}_many_").default, lists, test_utils=utilities)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
