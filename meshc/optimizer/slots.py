@@ -33,18 +33,9 @@ def private_copy(
     entries: Mapping[str, float | Tensor],
     state: defaultdict[Tensor, Any],
 ) -> torch.optim.Optimizer:
-    """A copy with one group and one parameter, torch's plain implementation, no hooks; containers are copied, so nothing leaks back."""
-    twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name in ("state", "param_groups", "step"):  # a scheduler's wrapped `step` calls the original
-            continue
-        if name.endswith("_hooks"):
-            value = OrderedDict()
-        elif isinstance(value, dict | list | set):
-            value = copy.copy(value) if _holds_objects(value) else copy.deepcopy(value)
-        setattr(twin, name, value)
-    group = {name: value for name, value in optimizer.param_groups[index].items() if name not in ("params", "param_names")}
-    group |= {name: False for name in IMPLEMENTATION if name in group}
+    """A `fresh_copy` with one group and one parameter. `entries`: numbers, by name, in the place of the group's own."""
+    twin = fresh_copy(optimizer, defaultdict(lambda: param))
+    group = {name: value for name, value in twin.param_groups[index].items() if name not in ("params", "param_names")}
     for name, value in group.items():
         if isinstance(value, tuple | list):
             value = type(value)(entries.get(f"{name}_{i}", v) for i, v in enumerate(value))
@@ -56,11 +47,17 @@ def private_copy(
 
 
 def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-    """A copy that steps other parameters, `params`: id of the original -> replacement. Torch's plain loops, no state, no hooks."""
+    """A copy that steps other parameters, `params`: id of the original -> replacement. Torch's plain loops, no state, no hooks; containers
+    are copied, so nothing leaks back."""
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "step", "defaults"):
-            setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.copy(value) if isinstance(value, dict | list) else value)
+        if name in ("state", "param_groups", "step", "defaults"):  # a scheduler's wrapped `step` calls the original
+            continue
+        if name.endswith("_hooks"):
+            value = OrderedDict()
+        elif isinstance(value, dict | list | set):
+            value = copy.copy(value) if _holds_objects(value) else copy.deepcopy(value)
+        setattr(twin, name, value)
     twin.defaults = _plain(getattr(optimizer, "defaults", {}))  # torch reads `differentiable` from it
     twin.param_groups = [{**_plain(group), "params": [params[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     twin.state = defaultdict(dict)

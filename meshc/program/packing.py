@@ -13,6 +13,7 @@ runtime and the memory walk follow it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -175,6 +176,22 @@ def may_view(node: Node) -> bool:
     """Whether a node's value shares storage with its first operand on some rank: a view, a mask of a tile without padding, `keep_first` on
     the first rank. A write into that storage has to come after the readers of the node too."""
     return is_view(node) or node.target in (spmd.mask, spmd.keep_first)
+
+
+def below_views(node: Node) -> Node:
+    """The value that owns a node's memory, below all views."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers_of_memory(node: Node, shares: Callable[[Node], bool]) -> Iterator[Node]:
+    """The calls that read a value's memory, also through calls that share it (`shares`)."""
+    for user in node.users:
+        if user.op == "call_function":
+            yield user
+            if shares(user):
+                yield from readers_of_memory(user, shares)
 
 
 def is_view(node: Node) -> bool:

@@ -26,7 +26,7 @@ from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.low_precision_state import WIDENS
 from meshc.passes.lower.prefetch_windows import window_limit
 from meshc.program import in_flight
-from meshc.program.packing import is_view, may_view
+from meshc.program.packing import is_view, may_view, readers_of_memory
 
 REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
 
@@ -148,7 +148,7 @@ class UpdatePlaces:
 
     def _last_read_position(self, root: Node, own: AbstractSet[Node]) -> int:
         """The position of the last reader of a value's memory, readers in `own` (a member's operands and results) left out."""
-        return max((self._read_position(user) for user in _readers(root) if user not in own), default=self.first)
+        return max((self._read_position(user) for user in readers_of_memory(root, _shares) if user not in own), default=self.first)
 
     def _read_position(self, reader: Node) -> int:
         """The position at which a reader is done: a collective or a copy, once it has been waited for."""
@@ -187,10 +187,6 @@ def _roots(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Readers of a value's memory, views included; a collective over one rank returns its operand."""
-    for user in node.users:
-        if user.op == "call_function":
-            yield user
-            if may_view(user) or spmd.is_collective(user.target):
-                yield from _readers(user)
+def _shares(user: Node) -> bool:
+    """Whether a reader's result may share its operand's memory: a collective over one rank returns its operand."""
+    return may_view(user) or spmd.is_collective(user.target)

@@ -12,7 +12,7 @@ behind the norm, and gradients wait on the host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -21,7 +21,7 @@ from meshc.check.overwrites import writes
 from meshc.ir import has_record, records, runs_on_host, spmd
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.in_place import WRITERS
-from meshc.program.packing import is_view
+from meshc.program.packing import below_views, is_view, readers_of_memory
 
 
 def order_host_updates(graph: Graph) -> None:
@@ -62,10 +62,10 @@ class _Order:
     def _behind(self, node: Node) -> int:
         found = [self.first, *(self._ready(operand) for operand in node.all_input_nodes if operand not in self.sent)]
         for operand in node.all_input_nodes:
-            found += [self.at[one] for one in self.writers.get(root(operand), ()) if self.index[one] < self.index[node]]
-        for operand in map(root, _written_values(node)):
-            readers = (reader for reader in _readers(operand) if reader not in self.sent and self.index[reader] < self.index[node])
-            found += [self.at[reader] for reader in readers]
+            found += [self.at[one] for one in self.writers.get(below_views(operand), ()) if self.index[one] < self.index[node]]
+        for operand in map(below_views, _written_values(node)):
+            readers = readers_of_memory(operand, lambda user: is_view(user) or spmd.is_host_copy(user.target))
+            found += [self.at[reader] for reader in readers if reader not in self.sent and self.index[reader] < self.index[node]]
         return max(found)
 
     def _ready(self, node: Node) -> int:
@@ -97,27 +97,11 @@ def writers(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
     found: dict[Node, list[Node]] = defaultdict(list)
     for node in nodes:
         for operand in _written_values(node) if runs_on_host(node) else ():
-            found[root(operand)].append(node)
+            found[below_views(operand)].append(node)
     return found
-
-
-def root(node: Node) -> Node:
-    """The value that owns the memory of `node`, below all views."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _written_values(node: Node) -> list[Node]:
     if _replaces(node):
         return [node.args[1]]  # type: ignore[list-item]
     return writes(node) if node.target in WRITERS else []
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Nodes that read a value's memory, views and host copies of it included."""
-    for user in node.users:
-        if user.op == "call_function":
-            yield user
-            if is_view(user) or spmd.is_host_copy(user.target):
-                yield from _readers(user)

@@ -28,7 +28,7 @@ from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
 from meshc.ir.graph import ancestors_of
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import SMALL
-from meshc.program.packing import is_view
+from meshc.program.packing import below_views, is_view
 from meshc.program.preparation import from_placeholder
 
 PASSED: Final = 2
@@ -109,8 +109,7 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
 
 def _is_on_its_way(value: Node) -> bool:
     """Whether a value is, up to views, the result of a collective or a host copy, so that its readers wait."""
-    while is_view(value) and value.all_input_nodes:
-        value = value.all_input_nodes[0]
+    value = below_views(value)
     return value.op == "call_function" and (spmd.is_collective(value.target) or spmd.is_host_copy(value.target))
 
 
@@ -176,12 +175,7 @@ def _independent_product(exchange: Node, covered: set[Node]) -> Node | None:
 
 def _product_operands(product: Node) -> set[Node]:
     """Operands of a product, below all views."""
-    found = set()
-    for operand in product.all_input_nodes:
-        while is_view(operand) and operand.all_input_nodes:
-            operand = operand.all_input_nodes[0]
-        found.add(operand)
-    return found
+    return set(map(below_views, product.all_input_nodes))
 
 
 def _is_product(node: Node) -> bool:

@@ -25,9 +25,10 @@ from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_h
 from meshc.ir.regions import writes
 from meshc.ops.optim import MANY
 from meshc.passes.lower.exposed_copies import exposed_copies_note
-from meshc.passes.lower.order_host_updates import order_host_updates, root, writers
+from meshc.passes.lower.order_host_updates import order_host_updates, writers
 from meshc.passes.lower.prefetch_windows import window_limit
 from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.program.packing import below_views
 
 
 def prefetch_offloaded(lowered: LoweredProgram) -> LoweredProgram:
@@ -173,7 +174,7 @@ def _place_fetches(graph: Graph, fetches: Sequence[Node], device: Device, said: 
 def _sources(fetch: Node, before: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """The nodes that compute or write the source of a fetch."""
     (source,) = fetch.all_input_nodes
-    return [source, *before.get(root(source), ())]
+    return [source, *before.get(below_views(source), ())]
 
 
 def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> list[_FetchGroup]:
