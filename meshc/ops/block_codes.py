@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import philox
+from meshc.ops.definition import register_kernel
 from meshc.ops.operands import misfit
 from meshc.ops.state_rounding import call_named, define
 from meshc.ops.tile import tile_of
@@ -262,15 +263,9 @@ def _decode_state_fake(
 
 # ------------------------------------------------------------------------------------------------------------------ registration
 
-_LIBRARY = torch.library.Library("meshc", "FRAGMENT")
-for _name, _operands, _run, _fake in (
-    ("block_scale", f"Tensor value, {_TILE}", _block_scale, _block_scale_fake),
-    ("decode_state", f"Tensor codes, Tensor scale, bool signed, ScalarType dtype, {_TILE}", _decode_state, _decode_state_fake),
-):
-    _LIBRARY.define(f"{_name}({_operands}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"meshc::{_name}", _fake, lib=_LIBRARY)
-
+register_kernel(f"block_scale(Tensor value, {_TILE}) -> Tensor", _block_scale, _block_scale_fake)
+_DECODED = f"decode_state(Tensor codes, Tensor scale, bool signed, ScalarType dtype, {_TILE}) -> Tensor"
+register_kernel(_DECODED, _decode_state, _decode_state_fake)
 define(
     "encode_state", "codes", f"Tensor value, Tensor scale, Tensor seed_step, str name, bool signed, {_TILE}", _encode_state, _fit_encoding
 )

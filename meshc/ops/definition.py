@@ -24,6 +24,8 @@ Results = str | Callable[..., Any]
 PLAIN: Final[dict[OpOverload, Function]] = {}
 """Operator -> its function, with the check, for calls on plain tensors."""
 
+_LIBRARY: Final = torch.library.Library("meshc", "FRAGMENT")
+
 
 def operator(
     name: str, results: Results, fit: Callable[..., None] | None = None, schema: str | None = None
@@ -52,6 +54,14 @@ def operator(
         return made
 
     return register
+
+
+def register_kernel(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Registers an operator of lists, or one that writes into operands, by its schema: `name(...) -> ...`."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"meshc::{name}", fake, lib=_LIBRARY)
 
 
 def _like(function: Function, names: list[str]) -> Callable[..., Tensor | tuple[Tensor, ...]]:

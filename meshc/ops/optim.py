@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from meshc.ops.definition import register_kernel
 from meshc.ops.operands import misfit
 
 
@@ -228,29 +229,11 @@ def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: 
         _sgd_one([column[i] for column in columns], grads[i], of)
 
 
-_LIBRARY = torch.library.Library("meshc", "FRAGMENT")
-
-
-def _define_schemas(name: str, operands: Sequence[str], last: str) -> None:
-    """Define schemas of an update's two forms: functional, in place for lists. `last`: schema of the numbers."""
-    others, count = operands[1:], len(operands)
-    letters = "abcdefgh"
-
-    def schema(kind: str, returns: str, form: Callable[[int, str], str], grad: str) -> None:
-        parts = [form(0, operands[0]), grad, *(form(i, operand) for i, operand in enumerate(others, 1)), last]
-        _LIBRARY.define(f"{kind}({', '.join(parts)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-
-    returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    schema(name, returns, lambda i, operand: f"Tensor {operand}", "Tensor grad")
-    schema(f"{name}_many_", "()", lambda i, operand: f"Tensor({letters[i]}!)[] {operand}s", "Tensor[] grads")
-
-
 def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
     """Register the two forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
     operands, numbers = _FAMILIES[name]
     last = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(numbers).items())
     count = len(operands)
-    _define_schemas(name, operands, last)
 
     def fit(param, grad, *rest):  # type: ignore[no-untyped-def]
         if isinstance(grad, Tensor):
@@ -279,9 +262,14 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
         written = tuple(torch.empty_like(t) for t in (param, *rest[: count - 1]))
         return written[0] if count == 1 else written
 
-    for kind, kernel, fake in ((name, functional, functional_fake), (f"{name}_many_", in_place_many, fit)):
-        _LIBRARY.impl(kind, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
+    def schema(kind: str, form: Callable[[int, str], str], grad: str, returns: str) -> str:
+        first, *others = (form(i, operand) for i, operand in enumerate(operands))
+        return f"{kind}({', '.join([first, grad, *others, last])}) -> {returns}"
+
+    returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    register_kernel(schema(name, lambda i, operand: f"Tensor {operand}", "Tensor grad", returns), functional, functional_fake)
+    lists = schema(f"{name}_many_", lambda i, operand: f"Tensor({'abcdefgh'[i]}!)[] {operand}s", "Tensor[] grads", "()")
+    register_kernel(lists, in_place_many, fit)
 
 
 _define("adam", _adam_one, _adam_many)

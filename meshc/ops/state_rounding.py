@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import philox
+from meshc.ops.definition import register_kernel
 from meshc.ops.operands import misfit
 from meshc.ops.tile import tile_of
 
@@ -26,7 +27,6 @@ Shape = Sequence[int]
 FIRST_CALL = 1 << 31
 """First number of the random calls of updates; smaller numbers are those of the model."""
 
-_LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 _DRAWN = "Tensor seed_step, str name, SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets"
 
 
@@ -114,12 +114,8 @@ def define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Ca
         fit(first, *others)
         return torch.empty_like(first)
 
-    tags = (torch.Tag.pt2_compliant_tag,)
-    _LIBRARY.define(f"{name}(Tensor {kept}, {rest}) -> Tensor", tags=tags)
-    _LIBRARY.define(f"{name}_(Tensor(a!) {kept}, {rest}) -> ()", tags=tags)
-    for kind, run, fake in ((name, functional, functional_fake), (f"{name}_", kernel, fit)):
-        _LIBRARY.impl(kind, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
+    register_kernel(f"{name}(Tensor {kept}, {rest}) -> Tensor", functional, functional_fake)
+    register_kernel(f"{name}_(Tensor(a!) {kept}, {rest}) -> ()", kernel, fit)
     IN_PLACE[getattr(torch.ops.meshc, name).default] = getattr(torch.ops.meshc, f"{name}_").default
 
 
