@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshc.ops import block_codes as _coded  # noqa: F401 - registers operators
 from meshc.ops import state_rounding as _keep  # noqa: F401 - registers operators
-from meshc.optimizer.optimizer import update_nodes
+from meshc.optimizer.emit import update_nodes
 from meshc.optimizer.spec import CODES, GRADIENT, MASTER, SCALE, GroupSpec
 
 Value = TypeVar("Value")

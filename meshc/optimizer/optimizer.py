@@ -62,16 +62,12 @@ __all__ = [
     "HIDDEN",
     "GroupSpec",
     "AnyOptimizer",
-    "NumberGuard",
-    "Training",
     "OptimizerSpec",
     "Optimizers",
     "Slot",
-    "TracedUpdate",
     "attach_state",
     "changes",
     "describe",
-    "key",
     "mark_stepped",
     "members_of",
     "numbers",
@@ -79,11 +75,6 @@ __all__ = [
     "replace_parameters",
     "update_nodes",
 ]
-
-
-def key(optimizer: AnyOptimizer, spec: OptimizerSpec | None = None) -> tuple[tuple[str, Hashable], ...]:
-    """Key of a compiled program: flags, and the outcomes of Python's branches on numbers. `spec.key_of` is the cheap form."""
-    return (spec or describe(optimizer)).key_of(optimizer)
 
 
 def changes(old: Sequence[tuple[str, Hashable]], new: Sequence[tuple[str, Hashable]]) -> list[str]:

@@ -40,7 +40,7 @@ def private_copy(
         if isinstance(value, tuple | list):
             value = type(value)(entries.get(f"{name}_{i}", v) for i, v in enumerate(value))
         group[name] = entries.get(name, copy.copy(value) if isinstance(value, dict | set) else value)
-    twin.param_groups = [{"params": [param], **group}]
+    twin.param_groups = [WriteTrackingGroup({"params": [param], **group})]
     twin.state = state
     _COPIES.add(twin)
     return twin
@@ -107,22 +107,28 @@ class _FirstValueRecorder(dict):
             self[name] = value
 
 
-def _create_initial_state(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
-    """State entries as the class creates them: torch's own in `_init_group`, without a step. With seed 2 the group's floats differ too."""
+def _sample_step(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> torch.optim.Optimizer:
+    """A copy that has stepped `param`, or, of torch's own classes, has created its state. With seed 2 the group's floats differ too."""
     others = {} if seed != 2 else {
         name: 0.75 * value
         for name, value in group_numbers(optimizer, optimizer.param_groups[index]).items()
         if not isinstance(value, int)  # for instance a block length
     }
-    twin = private_copy(optimizer, index, param, others, defaultdict(_FirstValueRecorder))
     generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
-    param.grad = torch.empty_like(param) if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
-    with torch.no_grad():
-        if is_torchs_own(optimizer):
-            create_state(twin)
-        else:
-            without_hooks(type(twin).step)(twin)
-    return twin.state[param].first if param in twin.state else {}
+    drawn = None if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    try:
+        twin = private_copy(optimizer, index, param, others, defaultdict(_FirstValueRecorder))
+        param.grad = torch.empty_like(param) if drawn is None else drawn.to(param.dtype)
+        with torch.no_grad():
+            if is_torchs_own(optimizer):
+                create_state(twin)
+            else:
+                without_hooks(type(twin).step)(twin)
+    except MeshcError:
+        raise
+    except Exception as error:
+        raise CompileError(f"{type(optimizer).__qualname__} could not take a step on its own: {error}") from error
+    return twin
 
 
 def create_state(twin: torch.optim.Optimizer) -> None:
@@ -187,12 +193,8 @@ def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
         return []
     first = group["params"][0]
     shape = sample_shape(optimizer, index, tuple(first.shape), first.dtype)
-    param = torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))
-    param.grad = torch.ones_like(param)
-    twin = private_copy(optimizer, index, param, {}, defaultdict(dict))
-    watched = twin.param_groups[0] = WriteTrackingGroup(twin.param_groups[0])
-    with torch.no_grad():
-        without_hooks(type(twin).step)(twin)
+    twin = _sample_step(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=first.dtype)), 1)
+    watched = cast(WriteTrackingGroup, twin.param_groups[0])
     return [name for name in numbers(optimizer)[index] if name in watched.written]
 
 
@@ -228,12 +230,9 @@ def _initial_state_at(
 
 
 def _initial_state(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
-    try:
-        return _create_initial_state(optimizer, index, param, seed)
-    except MeshcError:
-        raise
-    except Exception as error:
-        raise CompileError(f"{type(optimizer).__qualname__} could not take a step on its own: {error}") from error
+    """State entries of `param` as the class creates them."""
+    twin = _sample_step(optimizer, index, param, seed)
+    return twin.state[param].first if param in twin.state else {}
 
 
 def _fill(samples: Sequence[tuple[Tensor, Any]]) -> tuple[float | None, bool]:

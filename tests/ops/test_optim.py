@@ -170,7 +170,7 @@ def test_flag_that_changes_is_named():
     optimizer.param_groups[0]["weight_decay"] = 0.1
     optimizer.param_groups[0]["momentum"] = 0.9
     assert mo.changes(spec.key, spec.key_of(optimizer)) == ["group 0: momentum: False -> True", "group 0: weight_decay != 0: False -> True"]
-    assert mo.key(optimizer) == spec.key_of(optimizer)
+    assert mo.describe(optimizer).key == spec.key_of(optimizer)
 
 
 @pytest.mark.parametrize("kind, options", OPERATORS)
