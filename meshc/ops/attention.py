@@ -107,7 +107,7 @@ def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *h
     if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
         rule = "k and v are like q but for their number of keys, and a bias [batch|1, heads|1, queries|1, keys|1] is of these sizes"
         raise misfit(operator, rule, q=q, k=k, v=v, bias=bias)
-    seed_step, *_, local_shape, _ = how[7:] or [None] * 3
+    seed_step, _, _, _, local_shape, _ = (*how[7:], *[None] * 6)[:6]
     if (seed_step is not None or local_shape) and (
         seed_step is None or math.prod(local_shape or ()) != q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     ):

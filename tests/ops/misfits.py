@@ -178,6 +178,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "dropout: bias is shorter", ops.attention, (whole, whole, whole, x(1, 1, 1, 2), *here, *drawn)
     yield "dropout: draws of fewer keys", ops.attention, (whole, whole, whole, None, *here, *short)
     yield "dropout: draws without a seed", ops.attention, (whole, whole, whole, None, *here, None, *drawn[1:])
+    yield "dropout: a seed without draws", ops.attention, (whole, whole, whole, None, *here, SEED)
     yield "dropout: one sum", ops.attention_backward, (whole, whole, whole, whole, None, whole, x(1, 1, 1), *here, *drawn)
     yield "dropout: draws of fewer keys backward", ops.attention_bias_backward, (
         whole, whole, whole, whole, x(1, 1, 1, 128), whole, x(2, 2, 128), *here, *short

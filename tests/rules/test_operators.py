@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from math import inf
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_one_record_answers_all_that_asks(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_guarded(PLANTED)
     with pytest.raises(ValueError, match="w has two dims"):
         guard_function(PLANTED, PLANTED)(torch.ones(2, 3), torch.ones(3))
+
+
+def test_each_record_is_found_and_each_family_listed() -> None:
+    """A family that is not imported yet is looked into for all but operators with the tag `pointwise`."""
+    for family in every_family():
+        for target, record in family.OPERATORS.items():
+            assert operator_of(target) is record, (family.__name__, target)
+    files = {path.stem for path in Path(elementwise.__file__).parent.glob("*.py") if "\nOPERATORS = " in path.read_text()}
+    assert files == {family.__name__.rpartition(".")[2] for family in every_family()}
 
 
 def test_every_operator_is_declared_by_one_family() -> None:
