@@ -81,15 +81,15 @@ class Ring:
         shared = {index: heads_summed_together(node, index) for index in (1, 2)}
         self.shared = {index: heads if local.has_whole_groups("h", heads) else 1 for index, heads in shared.items()}
 
-    def in_order(self, x: Node, dim: int = 2) -> Node:
+    def reorder(self, x: Node, dim: int = 2) -> Node:
         """An operand in the order in which blocks are computed."""
         return x
 
-    def home(self, x: Node) -> Node:
+    def restore_order(self, x: Node) -> Node:
         """A result in natural order again."""
         return x
 
-    def travels_before(self, x: Node) -> bool:
+    def may_travel_before(self, x: Node) -> bool:
         """Whether keys or values may travel in the form that they have before `x`."""
         return x.target in LAYOUT
 
@@ -150,13 +150,13 @@ class Ring:
 
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
-        bias, asked = rest[0] if self.biased else None, self.in_order(q)
+        bias, asked = rest[0] if self.biased else None, self.reorder(q)
         blocks = enumerate(self.blocks(k, v))
         out, lse = self.join_blocks(self.attend_block(asked, *block, self.bias(bias, step), step) for step, block in blocks)
-        return [self.home(self.cast_like(out, q)), self.home_sums(lse)]
+        return [self.restore_order(self.cast_like(out, q)), self.restore_sums(lse)]
 
-    def home_sums(self, lse: Node) -> Node:
-        return self.home(lse)
+    def restore_sums(self, lse: Node) -> Node:
+        return self.restore_order(lse)
 
     def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
         """Attention to one block of the keys: (output, log-sum-exp)."""
@@ -186,7 +186,7 @@ class Ring:
     def backward(self) -> list[Node]:
         grad, q, k, v, *rest = self.local.operands
         bias = rest.pop(0) if self.biased else None
-        grad, asked, *rest = (self.in_order(x) for x in (grad, q, *rest[:2]))
+        grad, asked, *rest = (self.reorder(x) for x in (grad, q, *rest[:2]))
         emit = self.local.emit
         dq: Node | None = None
         own: list[Node] = []
@@ -206,8 +206,8 @@ class Ring:
         if travelling:
             own = [emit(aten.add.Tensor, here, there) for here, there in zip(own, travelling, strict=True)]
         return [
-            self.home(self.cast_like(dq, q)),
-            *(self.spread_over_heads(self.home(one), index) for index, one in enumerate(own, 1)),
+            self.restore_order(self.cast_like(dq, q)),
+            *(self.spread_over_heads(self.restore_order(one), index) for index, one in enumerate(own, 1)),
             *([self.bias_gradient()] if self.of_bias else []),
         ]
 
@@ -254,13 +254,13 @@ class _TravellingBlock:
         self.layout: list[Node] = []
         small, least = x, prod(ring.local.shape(x))
         chain: list[Node] = []
-        while len(x.all_input_nodes) == 1 and ring.travels_before(x):
+        while len(x.all_input_nodes) == 1 and ring.may_travel_before(x):
             chain.append(x)
             x = x.all_input_nodes[0]
             if prod(ring.local.shape(x)) < least:
                 small, least, self.layout = x, prod(ring.local.shape(x)), chain[::-1]
         self.first = small
-        self.small = ring.in_order(small, len(ring.local.shape(small)) - 2)
+        self.small = ring.reorder(small, len(ring.local.shape(small)) - 2)
 
     def start(self, last: bool) -> Node:
         """The rank's present block; unless `last`, its transfer to the next rank starts."""

@@ -38,7 +38,7 @@ def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, o
 class Zigzag(Ring):
     """Lowering of one causal attention whose queries and keys are both split by one axis."""
 
-    def in_order(self, x: Node, dim: int = 2) -> Node:
+    def reorder(self, x: Node, dim: int = 2) -> Node:
         """Converts x from natural to zigzag order. Backward reuses the values that forward converted."""
         if self.local.is_in_zigzag:
             return x
@@ -47,17 +47,17 @@ class Zigzag(Ring):
             known[key] = self.local.reorder_tiles(x, self.axes, dim, home=False)
         return known[key]
 
-    def home(self, x: Node) -> Node:
+    def restore_order(self, x: Node) -> Node:
         """Converts x from zigzag to natural order."""
         return x if self.local.is_in_zigzag else self.local.reorder_tiles(x, self.axes, 2, home=True)
 
-    def home_sums(self, lse: Node) -> Node:
-        found = self.home(lse)
+    def restore_sums(self, lse: Node) -> Node:
+        found = self.restore_order(lse)
         if found is not lse:
             self.local.reordered_values[found, (2, *self.axes)] = lse  # nothing but backward reads it
         return found
 
-    def travels_before(self, x: Node) -> bool:
+    def may_travel_before(self, x: Node) -> bool:
         return x.target in AROUND_HEADS and self.local.shape(x.all_input_nodes[0])[-2:] == self.local.shape(x)[-2:]
 
     def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
