@@ -10,15 +10,13 @@ device. Random numbers (noise) that a hook draws are draws of the step under a n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from meshc.errors import CompileError
 from meshc.frontend.reference_random import ReferenceRandom, Tile
@@ -26,8 +24,7 @@ from meshc.ir import Source
 from meshc.ir.functions import Function
 from meshc.ops import random
 from meshc.ops.state_rounding import call_named
-
-_ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a descriptor
+from meshc.optimizer.traced_numbers import HeldGradients
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,15 @@ class Hooks:
             made = hook(gradient)
             gradient = gradient if made is None else made
         if self.of_parameter:
-            with _GradientHolder(parameter, gradient) as held, _refuse_steps():
+            held = HeldGradients((parameter, gradient))
+            with held, register_optimizer_step_pre_hook(_refuse_step):
                 for hook in self.of_parameter:
                     if hook(parameter) is not None:
                         raise CompileError(f"{_name(hook)} returns something: torch refuses a hook of a parameter that does")
-            if held.gradient is None:
+            made = held.grads[id(parameter)][1]
+            if made is None:
                 raise CompileError(f"{self.names()} takes the gradient away: a step updates each parameter that has one")
-            gradient = held.gradient
+            gradient = made
         return gradient
 
     def names(self) -> str:
@@ -122,48 +121,10 @@ def apply_hooks(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: 
                 parameter.grad = hooks[name](parameter, parameter.grad)
 
 
-# A parameter with a gradient.
-
-
-class _GradientHolder(TorchFunctionMode):
-    """A context in which a parameter's `.grad` is a given tensor, whatever torch would allow to be put there."""
-
-    def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
-        super().__init__()
-        self.parameter = parameter
-        self.gradient: Tensor | None = gradient
-
-    def __enter__(self) -> _GradientHolder:
-        super().__enter__()
-        return self
-
-    def __torch_function__(self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        grad, data = _ATTRIBUTES.grad, _ATTRIBUTES.data
-        if args and args[0] is self.parameter and func == grad.__get__:
-            return self.gradient
-        if args and args[0] is self.parameter and func in (grad.__set__, grad.__delete__):
-            self.gradient = args[1] if func == grad.__set__ else None
-            return None
-        if func == data.__get__:
-            return args[0]
-        if func == data.__set__:
-            return args[0].copy_(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _refuse_steps() -> Iterator[None]:
-    """A context in which an optimizer's step is refused: a hook that steps an optimizer as gradients arrive."""
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        raise CompileError(
-            f"a hook steps {type(optimizer).__qualname__}, once a gradient is there\n"
-            "  why: a compiled step updates parameters itself, each as soon as its gradient is whole, where nothing is clipped\n"
-            "  what to do: take the hook out, and give the optimizer to TrainStep(optimizer=...)"
-        )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuses the step of a hook that steps an optimizer as gradients arrive."""
+    raise CompileError(
+        f"a hook steps {type(optimizer).__qualname__}, once a gradient is there\n"
+        "  why: a compiled step updates parameters itself, each as soon as its gradient is whole, where nothing is clipped\n"
+        "  what to do: take the hook out, and give the optimizer to TrainStep(optimizer=...)"
+    )

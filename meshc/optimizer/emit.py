@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,21 +35,23 @@ def update_nodes(
     `param`, `grad`, the values of `state` and `numbers` are opaque: graph nodes, or tensors. `call(op, *args, **kwargs)` adds one operator.
     A traced update depends on the parameter's global shape and dtype, read from `like` (default: `param` itself).
     """
-    if group.kind in ("adam", "adamw"):
-        amsgrad = group.flag("amsgrad")
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()), "step")
-        op = torch.ops.meshc.adam_amsgrad.default if amsgrad else torch.ops.meshc.adam.default
-        given = [state[name] for name in names] + [numbers[name] for name in ADAM_NUMBERS]
-        result = call(op, param, grad, *given, group.flag("decoupled"), group.flag("maximize"))
-    elif group.kind == "sgd" and group.flag("momentum"):
-        names = ("momentum_buffer", FIRST)
-        given = [state[name] for name in names] + [numbers[name] for name in SGD_NUMBERS]
-        result = call(torch.ops.meshc.sgd.default, param, grad, *given, group.flag("nesterov"), group.flag("maximize"))
-    elif group.kind == "sgd":
-        plain = call(torch.ops.meshc.sgd_plain.default, param, grad, numbers["lr"], numbers["weight_decay"], group.flag("maximize"))
-        return plain, {}
-    else:
+    if group.kind == "other":
         return _inline(group, param, grad, state, numbers, call, cast(Tensor, param) if like is None else like)
+    ops = torch.ops.meshc
+    call_form: tuple[Any, Sequence[str], Sequence[str], Sequence[str]]
+    if group.kind == "sgd" and group.flag("momentum"):
+        call_form = ops.sgd, ("momentum_buffer", FIRST), SGD_NUMBERS, ("nesterov", "maximize")
+    elif group.kind == "sgd":
+        call_form = ops.sgd_plain, (), ("lr", "weight_decay"), ("maximize",)
+    elif group.flag("amsgrad"):
+        call_form = ops.adam_amsgrad, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"), ADAM_NUMBERS, ("decoupled", "maximize")
+    else:
+        call_form = ops.adam, ("exp_avg", "exp_avg_sq", "step"), ADAM_NUMBERS, ("decoupled", "maximize")
+    op, names, read, flags = call_form
+    given = [*(state[name] for name in names), *(numbers[name] for name in read), *map(group.flag, flags)]
+    result = call(op.default, param, grad, *given)
+    if not names:
+        return result, {}
     return call(operator.getitem, result, 0), {name: call(operator.getitem, result, i) for i, name in enumerate(names, 1)}
 
 
@@ -68,10 +70,8 @@ def _inline(
             f"{group.optimizer}: no update was traced for a parameter of shape {tuple(like.shape)} and {like.dtype} in group "
             f"{group.index}. Pass the described parameter as `like`."
         )
-    sources = {"param": param, "grad": grad}
-    sources |= {key_of("state", name): value for name, value in state.items()} | {
-        key_of("number", name): value for name, value in numbers.items()
-    }
+    sources = {"param": param, "grad": grad, **{key_of("state", name): value for name, value in state.items()}}
+    sources |= {key_of("number", name): value for name, value in numbers.items()}
     values: dict[Node, Value] = {}
     inputs = iter(update.inputs)
     for node in update.graph.graph.nodes:

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -240,18 +240,14 @@ class _WrapperTrial:
 
     def _copy_container(self, value: list[object] | dict[object, object] | set[object], path: str) -> None:
         """Copy a container, registered before it is filled, since it may contain itself."""
+        made: Any = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        self.copies[id(value)] = made
         if isinstance(value, dict):
-            table: dict[object, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            self.copies[id(value)] = table
-            table.update({self._copy(key, path): self._copy(item, f"{path}[{key!r}]") for key, item in value.items()})
+            made.update({self._copy(key, path): self._copy(item, f"{path}[{key!r}]") for key, item in value.items()})
         elif isinstance(value, list):
-            row: list[object] = []
-            self.copies[id(value)] = row
-            row.extend(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
+            made.extend(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
         else:
-            members: set[object] = set()
-            self.copies[id(value)] = members
-            members.update(self._copy(item, path) for item in value)
+            made.update(self._copy(item, path) for item in value)
 
     def _copy_object(self, value: object, path: str) -> None:
         made = self.copies[id(value)] = object.__new__(type(value))

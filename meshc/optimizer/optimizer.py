@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshc.errors import CompileError, StateError
 from meshc.optimizer import group_counts
 from meshc.optimizer.emit import update_nodes
-from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
+from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of, with_wrappers
 from meshc.optimizer.registered_updates import UPDATES, with_registered_update
 from meshc.optimizer.slots import fresh_slots, is_copy, private_copy, sample_shape, written_numbers
 from meshc.optimizer.spec import (
@@ -143,49 +143,37 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             f"  what to do: keep it in an attribute (a list or a dict will do), or TrainStep(model, optimizer=[...]) with all that step"
         )
 
-    hook = register_optimizer_step_pre_hook(refuse)
-    try:
+    with register_optimizer_step_pre_hook(refuse):
         yield
-    finally:
-        hook.remove()
 
 
 def _groups(optimizer: torch.optim.Optimizer, keeping: Training) -> list[GroupSpec]:
     groups: list[GroupSpec] = []
+    name = type(optimizer).__qualname__
     for i, group in enumerate(optimizer.param_groups):
         kind = kind_of(optimizer, group)
         params = tuple(group["params"])
         written = written_numbers(optimizer, i)
-        names = tuple(name for name in group_numbers(optimizer, group) if name not in written)
+        names = tuple(number for number in group_numbers(optimizer, group) if number not in written)
         flags = group_flags(optimizer, group)
         fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
+        slots: list[tuple[Slot, ...]] = []
         traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
         guards: list[NumberGuard] = [NumberGuard("weight_decay", "!=")] if kind != "other" else []
         if kind == "other" and any(p.is_complex() for p in params):
-            raise CompileError(
-                f"{type(optimizer).__qualname__}: group {i} has complex parameters, which only Adam, AdamW and SGD take here."
-            )
+            raise CompileError(f"{name}: group {i} has complex parameters, which only Adam, AdamW and SGD take here.")
         if kind == "other" and not is_torchs_own(optimizer):
             check_against_itself(optimizer, i, written)
         for p in params:
             signature = (tuple(p.shape), keeping.compute_dtype(p.dtype))
-            if signature in fresh:
-                continue
-            fresh[signature] = fresh_slots(optimizer, i, *signature) + group_counts.slots(written, group)
-            if kind == "other":
-                traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
-                guards += [g for g in found if g not in guards]
-        slots = tuple(
-            _with_values(
-                keeping.stored_slots(fresh[tuple(p.shape), keeping.compute_dtype(p.dtype)], tuple(p.shape), p.dtype),
-                optimizer.state.get(p),
-                type(optimizer).__qualname__,
-                keeping,
-                p.dtype,
-            )
-            for p in params
-        )
-        groups.append(GroupSpec(i, kind, type(optimizer).__qualname__, flags, names, tuple(guards), params, slots, traced, keeping))
+            if signature not in fresh:
+                fresh[signature] = fresh_slots(optimizer, i, *signature) + group_counts.slots(written, group)
+                if kind == "other":
+                    traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
+                    guards += [g for g in found if g not in guards]
+            stored = keeping.stored_slots(fresh[signature], tuple(p.shape), p.dtype)
+            slots.append(_with_values(stored, optimizer.state.get(p), name, keeping, p.dtype))
+        groups.append(GroupSpec(i, kind, name, flags, names, tuple(guards), params, tuple(slots), traced, keeping))
     return groups
 
 
@@ -255,10 +243,8 @@ def replace_parameters(optimizer: object, params: Mapping[Tensor, Tensor]) -> No
 
 def mark_stepped(optimizer: AnyOptimizer) -> None:
     """Tell learning-rate schedulers that the optimizer has stepped; torch sets the same flag in the `step` that they wrap."""
-    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
-    for one in (*members_of(optimizer), *wrappers):
-        if isinstance(one, torch.optim.Optimizer):
-            one._opt_called = True  # type: ignore[attr-defined]
+    for one in with_wrappers(optimizer):
+        one._opt_called = True  # type: ignore[attr-defined]
 
 
 # Comparison of a user's optimizer with its own trace on small tensors, for effects that one parameter cannot show.

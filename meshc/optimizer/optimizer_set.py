@@ -42,6 +42,12 @@ def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
+def with_wrappers(optimizer: AnyOptimizer) -> list[torch.optim.Optimizer]:
+    """The members, and those of the wrappers that are optimizers themselves."""
+    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
+    return [one for one in (*members_of(optimizer), *wrappers) if isinstance(one, torch.optim.Optimizer)]
+
+
 def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[Tensor], str]) -> None:
     """Raises CompileError that names every parameter which would be stepped twice: by two optimizers, or at two places of one."""
     held: dict[int, str] = {}

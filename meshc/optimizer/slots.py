@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -97,14 +97,8 @@ class _FirstValueRecorder(dict):
             self.first.setdefault(name, default)
         return super().get(name, default)
 
-    def setdefault(self, name: str, default: object = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: object, **kwargs: object) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+    setdefault = MutableMapping.setdefault  # by `__setitem__`, as these of a dict are not
+    update = MutableMapping.update
 
 
 def _sample_step(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> torch.optim.Optimizer:
@@ -157,7 +151,6 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
     wide = _initial_state_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
     known_squares = is_torchs_own(optimizer) or kind_of(optimizer, optimizer.param_groups[index]) != "other"
     slots: list[Slot] = []
-    first_differs = False
     for name, value in full.items():
         if not isinstance(value, Tensor | int | float):
             raise CompileError(
@@ -168,7 +161,6 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
         other = wide.get(name, value)
         is_scalar = not isinstance(other, Tensor) or other.dim() == 0
         fill, differs = _fill([(before, entries[name]) for before, entries in born])
-        first_differs |= differs
         slots.append(
             Slot(
                 name,
@@ -181,7 +173,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
                 signed=not (known_squares and name in SQUARES),
             )
         )
-    if first_differs:
+    if any(slot.from_first_step for slot in slots):
         slots.append(Slot(FIRST, "scalar", (), torch.float32, 1.0))
     return tuple(slots)
 

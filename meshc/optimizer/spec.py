@@ -81,8 +81,7 @@ class Training:
 
     def stored_slots(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
         """The slots of a parameter of this size and dtype as the program stores them."""
-        bits = self.optimizer_state
-        found = [one for slot in slots for one in (slot.as_codes() if bits == "8bit" else (slot.in_bfloat16(bits),))]
+        found = [one for slot in slots for one in slot.stored_as(self.optimizer_state)]
         if self.master_weights and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
         names = [name for name, wanted in ((GRADIENT, self.keep_gradients), (SUM, self.accumulate)) if wanted and not dtype.is_complex]
@@ -127,13 +126,12 @@ class Slot:
         """Whether the slot is wide, or a wide slot stored in 16 bits."""
         return self.wide or (self.computed is not None and not self.part)
 
-    def in_bfloat16(self, state: str | None) -> Slot:
-        """This slot as stored with state "bf16"; unchanged unless it is wide."""
-        return replace(self, dtype=torch.bfloat16, computed=self.dtype) if state == "bf16" and self.wide else self
-
-    def as_codes(self) -> tuple[Slot, ...]:
-        """Slots of its codes and scales, if it is wide and a row fills a block; else itself. A copy of the parameter stays too."""
-        if not self.wide or self.size[-1] < BLOCK or self.fill is None:
+    def stored_as(self, state: str | None) -> tuple[Slot, ...]:
+        """Slots as stored with `Training.optimizer_state`: if it is wide, itself in bfloat16, or its codes and scales where a row fills a
+        block and it is no copy of the parameter; else itself."""
+        if state == "bf16" and self.wide:
+            return (replace(self, dtype=torch.bfloat16, computed=self.dtype),)
+        if state != "8bit" or not self.wide or self.size[-1] < BLOCK or self.fill is None:
             return (self,)
         codes = replace(self, name=self.name + CODES, dtype=torch.uint8, computed=self.dtype, fill=float(code_of(self.fill, self.signed)))
         size = scale_shape(self.size)

@@ -6,25 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-
 from meshc.errors import StateError
-from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
-
-Hook = Callable[..., Any]
-
-
-def _optimizers_with_hooks(optimizer: AnyOptimizer) -> Iterator[torch.optim.Optimizer]:
-    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
-    yield from (one for one in (*members_of(optimizer), *wrappers) if isinstance(one, torch.optim.Optimizer))
+from meshc.optimizer.optimizer_set import AnyOptimizer, with_wrappers
 
 
 def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
     """Raises StateError for hooks of users that would run between backward and the update."""
-    for one in _optimizers_with_hooks(optimizer):
+    for one in with_wrappers(optimizer):
         found = [hook for hook in getattr(one, "_optimizer_step_pre_hooks", {}).values() if not getattr(hook, "of_meshc", False)]
         if found:
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in found)
@@ -38,12 +30,8 @@ def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
 
 def post_hooks(optimizer: AnyOptimizer) -> list[Callable[[], Any]]:
     """Users' post-step hooks, bound to their optimizers, in the order of calls."""
-
-    def bind_hook(hook: Hook, one: torch.optim.Optimizer) -> Callable[[], Any]:
-        return lambda: hook(one, (), {})
-
     return [
-        bind_hook(hook, one)
-        for one in _optimizers_with_hooks(optimizer)
+        partial(hook, one, (), {})
+        for one in with_wrappers(optimizer)
         for hook in getattr(one, "_optimizer_step_post_hooks", {}).values()
     ]

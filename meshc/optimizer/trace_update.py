@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.graph import equal_calls
@@ -32,21 +33,15 @@ from meshc.replacements import replace_in
 _MAX_BRANCHES = 5  # each doubles the paths
 
 
-def _placeholders(optimizer: torch.optim.Optimizer, index: int, slots: Sequence[Slot]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    counted = {number_of(slot) for slot in slots}
-    names = [name for name in group_numbers(optimizer, optimizer.param_groups[index]) if name not in counted]
-    state = tuple(key_of("state", slot.name) for slot in slots)
-    return ("param", "grad", *state, *(key_of("number", name) for name in names)), ("param", *state)
-
-
 def trace_update(
     optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
 ) -> tuple[TracedUpdate, list[NumberGuard]]:
-    inputs, outputs = _placeholders(optimizer, index, slots)
     guards: list[NumberGuard] = []
     raw = group_numbers(optimizer, optimizer.param_groups[index])
     counted = {number_of(slot) for slot in slots}
     present = {name: value.item() if isinstance(value, Tensor) else value for name, value in raw.items() if name not in counted}
+    state = tuple(key_of("state", slot.name) for slot in slots)
+    inputs, outputs = ("param", "grad", *state, *(key_of("number", name) for name in present)), ("param", *state)
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(inputs, tensors, strict=True))
@@ -97,8 +92,7 @@ def _one_path(
     param = given["param"].clone()
     hyper = {number: given[key_of("number", number)] for number in present}
     state: dict[str, object] = {}
-    mode = NumbersAsTensors(name, decisions)
-    mode.grads[id(param)] = (param, given["grad"].clone())
+    mode = NumbersAsTensors(name, decisions, param, given["grad"].clone())
     mode.guards = guards
     for number, tensor in hyper.items():
         mode.number(tensor, present[number], frozenset([number]))
@@ -109,7 +103,9 @@ def _one_path(
         first = given[key_of("state", FIRST)] != 0
         with mode:
             if is_torchs_own(optimizer):
-                created = _create_state_entries(optimizer, index, param, hyper)
+                fresh = private_copy(optimizer, index, param, hyper, defaultdict(dict))
+                create_state(fresh)
+                created = fresh.state[param]
             else:
                 started = not bool(first)
     for slot in slots:
@@ -172,12 +168,6 @@ def _new_state(name: str, final: dict[str, Tensor | float], slots: Sequence[Slot
     return results
 
 
-def _create_state_entries(optimizer: torch.optim.Optimizer, index: int, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    twin = private_copy(optimizer, index, param, hyper, defaultdict(dict))
-    create_state(twin)
-    return twin.state[param]
-
-
 def _snapshot(twin: torch.optim.Optimizer) -> dict[str, Hashable]:
     """All attributes outside the parameter's state, to name those that a step changes."""
     skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
@@ -205,13 +195,12 @@ def _simplify(traced: GraphModule, name: str, inputs: Sequence[str]) -> GraphMod
             if (here.shape, here.dtype) == (there.shape, there.dtype):
                 node.replace_all_uses_with(source)
     _merge_equal(graph)
-    sunk: dict[tuple[Node, Node, Node], Node] = {}
+    sunk: dict[tuple[Argument, Node, Node], Node] = {}
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.where.self:
-            condition, then, otherwise = node.args
+            _, then, otherwise = node.args
             both = isinstance(then, Node) and isinstance(otherwise, Node)
-            merged = _sink(graph, node, condition, then, otherwise, sunk) if both else None
-            if merged is not None:
+            if both and (merged := _sink(node, then, otherwise, sunk)) is not None:
                 node.replace_all_uses_with(merged)
     _merge_equal(graph)
     for node in reversed(list(graph.nodes)):
@@ -244,12 +233,14 @@ def _merge_equal(graph: Graph) -> None:
         node.replace_all_uses_with(first)
 
 
-def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:
-    """`where(c, f(x), f(y))` as `f(where(c, x, y))`; None unless `then` and `otherwise` are the same operation on values of equal type."""
+def _sink(at: Node, then: Node, otherwise: Node, sunk: dict[tuple[Argument, Node, Node], Node]) -> Node | None:
+    """`where(c, f(x), f(y))` as `f(where(c, x, y))`; None unless `then` and `otherwise` are the same operation on values of equal type.
+    `at`: the `where`, whose condition is c."""
     if then is otherwise:
         return then
-    if (condition, then, otherwise) in sunk:
-        return sunk[condition, then, otherwise]
+    key = at.args[0], then, otherwise
+    if key in sunk:
+        return sunk[key]
     same = then.op == otherwise.op == "call_function" and then.target is otherwise.target and len(then.args) == len(otherwise.args)
     if not same or repr(then.kwargs) != repr(otherwise.kwargs) or torch.Tag.nondeterministic_seeded in getattr(then.target, "tags", ()):
         return None
@@ -260,27 +251,23 @@ def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, 
     a, b = then.args[position], otherwise.args[position]
     if not all(isinstance(v, Node | float | int) and not isinstance(v, bool) for v in (a, b)):
         return None
-    value = _choose(graph, at, condition, cast(Node | float, a), cast(Node | float, b), sunk)
+    value = _choose(at, cast(Node | float, a), cast(Node | float, b), sunk)
     if value is None:
         return None
-    with graph.inserting_before(at):
+    with at.graph.inserting_before(at):
         args = (*then.args[:position], value, *then.args[position + 1 :])
-        node = graph.create_node("call_function", then.target, args, dict(then.kwargs))
+        sunk[key] = node = at.graph.create_node("call_function", then.target, args, dict(then.kwargs))
     node.meta.update(then.meta)
-    sunk[condition, then, otherwise] = node
     return node
 
 
-def _choose(
-    graph: Graph, at: Node, condition: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Node, Node, Node], Node]
-) -> Node | None:
+def _choose(at: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Argument, Node, Node], Node]) -> Node | None:
     if isinstance(a, Node) and isinstance(b, Node):
         if not isinstance(a.meta["val"], Tensor):  # an operator of several results
-            return _sink(graph, at, condition, a, b, sunk) if a.target is b.target else None
+            return _sink(at, a, b, sunk) if a.target is b.target else None
         if a.meta["val"].shape != b.meta["val"].shape or a.meta["val"].dtype != b.meta["val"].dtype:
             return None
-        deeper = _sink(graph, at, condition, a, b, sunk)
-        if deeper is not None:
+        if (deeper := _sink(at, a, b, sunk)) is not None:
             return deeper
         op = torch.ops.aten.where.self
     elif isinstance(a, Node) and a.meta["val"].dim() == 0 and a.meta["val"].dtype == torch.float64:
@@ -289,8 +276,8 @@ def _choose(
         op = torch.ops.aten.where.ScalarSelf
     else:
         return None
-    with graph.inserting_before(at):
-        node = graph.call_function(op, (condition, a, b))
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(op, (at.args[0], a, b))
     node.meta["val"] = next(one for one in (a, b) if isinstance(one, Node)).meta["val"]
     return node
 
@@ -322,13 +309,10 @@ def _for_number_or_tensor(name: str) -> Callable[..., Any]:
 
 
 _FUNCTIONS: Final = {name: _for_number_or_tensor(name) for name in _TENSORS}
-_BY_FUNCTION: Final = {getattr(math, name): function for name, function in _FUNCTIONS.items()}
-
-
-def _math() -> ModuleType:
-    made = ModuleType("math")
-    made.__dict__.update({**vars(math), **_FUNCTIONS})
-    return made
+_MATH: Final = ModuleType("math")
+_MATH.__dict__.update({**vars(math), **_FUNCTIONS})
+_REPLACED: Final = {math: _MATH, **{getattr(math, name): function for name, function in _FUNCTIONS.items()}}
+_KINDS: Final = (ModuleType, type(math.sqrt))
 
 
 @contextmanager
@@ -337,10 +321,6 @@ def on_tensors(kind: type) -> Iterator[None]:
     unchanged: they read values where they need them."""
     names = {base.__module__ for base in kind.__mro__} - {"builtins"}
     modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
-    found = [(module, key, _on_tensors(value)) for module in modules for key, value in vars(module).items()]
-    with replace_in("optimizer_math", [row for row in found if row[2] is not None]):
+    found = [(module, key, value) for module in modules for key, value in vars(module).items() if type(value) in _KINDS]
+    with replace_in("optimizer_math", [(module, key, _REPLACED[value]) for module, key, value in found if value in _REPLACED]):
         yield
-
-
-def _on_tensors(value: object) -> object:
-    return _math() if value is math else _BY_FUNCTION.get(value) if type(value) is type(math.sqrt) else None

@@ -45,6 +45,29 @@ _METADATA = ("dim", "size", "numel", "stride", "is_floating_point", "is_complex"
 _ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a descriptor
 
 
+class HeldGradients(TorchFunctionMode):
+    """A context in which `.grad` of parameters is what is held here, whatever torch would allow to be put there, and `.data` of a tensor
+    is the tensor. grads: (parameter, its gradient), by the parameter's id."""
+
+    def __init__(self, *pairs: tuple[Tensor, Tensor | None]) -> None:
+        super().__init__()
+        self.grads = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
+
+    def __torch_function__(self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        grad, data = _ATTRIBUTES.grad, _ATTRIBUTES.data
+        held = self.grads.get(id(args[0])) if args else None
+        if held is not None and func == grad.__get__:
+            return held[1]
+        if held is not None and func in (grad.__set__, grad.__delete__):
+            self.grads[id(args[0])] = held[0], args[1] if func == grad.__set__ else None
+            return None
+        if func == data.__get__:
+            return args[0]
+        if func == data.__set__:
+            return args[0].copy_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
 class UndecidedBranch(BaseException):
     """Raised at `bool()` of a value known only at run time. Not an Exception: an optimizer's own handlers must not catch it."""
 
@@ -63,7 +86,7 @@ class _TracedNumber:
     relation: tuple[str, str, float] | None = None  # (number, relation, constant) if it is one comparison of an input
 
 
-class NumbersAsTensors(TorchFunctionMode):
+class NumbersAsTensors(HeldGradients):
     """Runs a step written for Python floats on 0-dim tensors.
 
     Intercepts each torch call before its arguments are parsed: a tensor in the place of a scalar (`add_(g, alpha=-lr)`) is rewritten to
@@ -71,13 +94,12 @@ class NumbersAsTensors(TorchFunctionMode):
     which is recorded as a guard.
     """
 
-    def __init__(self, name: str, decisions: Sequence[bool]) -> None:
-        super().__init__()
+    def __init__(self, name: str, decisions: Sequence[bool], param: Tensor, grad: Tensor) -> None:
+        super().__init__((param, grad))
         self.name = name
         self.decisions = list(decisions)
         self.known: dict[int, _TracedNumber] = {}
         self.scalar_state: dict[int, Tensor] = {}
-        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.guards: list[NumberGuard] = []
 
     def number(self, tensor: Tensor, value: float | bool | None = None, names: frozenset[str] = frozenset()) -> Tensor:
@@ -120,7 +142,7 @@ class NumbersAsTensors(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__", "__delete__"):
-            return self._attribute(func, name, args)
+            return super().__torch_function__(func, types, args)
         if name == "__bool__":
             return self._truth(args[0])
         if name in ("__float__", "__int__", "__index__", "__complex__", "tolist"):
@@ -136,19 +158,6 @@ class NumbersAsTensors(TorchFunctionMode):
         if name in _AUGMENTED and self._lookup(args[0]):  # Python numbers are rebound, never written
             return self._call(getattr(Tensor, _AUGMENTED[name]), _AUGMENTED[name], args, kwargs)
         return self._call(func, name, args, kwargs)
-
-    def _attribute(self, func: Function, name: str, args: tuple[Any, ...]) -> Any:
-        held = self.grads.get(id(args[0]))
-        if held is not None and func == _ATTRIBUTES.grad.__get__:
-            return held[1]
-        if held is not None and func in (_ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__):
-            self.grads[id(args[0])] = held[0], args[1] if name == "__set__" else None
-            return None
-        if name == "__get__" and func == _ATTRIBUTES.data.__get__:
-            return args[0]
-        if name == "__set__" and func == _ATTRIBUTES.data.__set__:
-            return args[0].copy_(args[1])
-        return func(*args)
 
     def _each(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Results of a `_foreach_` function, computed one tensor at a time."""
