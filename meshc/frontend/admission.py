@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from meshc.errors import CaptureError, InputError, StateError
 from meshc.frontend import exported
+from meshc.frontend.traced_code import name_of
 from meshc.ir import trees
 
 _SPLITS: Final = "{where} is wrapped in torch's {name}, which splits work between devices itself"
@@ -78,7 +79,7 @@ INPUTS: Final[tuple[tuple[Callable[[Any], bool], str], ...]] = (
 def refuse_kind(what: Any) -> None:
     """Refuses what is no module, TrainStep or function. Raises CaptureError."""
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
-    advice = MODELS.get(_full_name(type(model)))
+    advice = MODELS.get(name_of(type(model)))
     if advice is not None:
         raise CaptureError(f"meshc traces Python, and this is {_a(type(model).__name__)}: its Python is gone\n  what to do: {advice}")
     if isinstance(model, type):
@@ -165,7 +166,7 @@ def _refused_modules(module: nn.Module) -> Iterator[str]:
         if any(path.startswith(f"{one}.") or not one for one in refused):
             continue  # inside what is refused already
         for base in type(child).__mro__:
-            full = _full_name(base)
+            full = name_of(base)
             found = MODULES.get(full) or next((row for key, row in MODULES.items() if key[-1] == "." and full.startswith(key)), None)
             if found is not None and (path or full != exported.MODULE):
                 refused.append(path)
@@ -192,9 +193,7 @@ def _foreign_tensors(module: nn.Module) -> Iterator[str]:
                 f"{name} is a DTensor that meshc did not make (parallelize_module, distribute_tensor); what to do: build the model plain, "
                 "and say in the plan what splits it"
             )
-            continue
-        fault = foreign_tensor(name, tensor)
-        if fault:
+        elif fault := foreign_tensor(name, tensor):
             yield fault
     for path, child in module.named_modules():
         for name, value in vars(child).items():
@@ -253,22 +252,18 @@ def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     size = one.element_size()
     if size != other.element_size():
         return True
-    for tensor in (one, other):
-        places = marks.as_strided(tensor.shape, [stride * size for stride in tensor.stride()], tensor.storage_offset() * size - start)
-        if tensor is other:
-            return bool(places.any())
-        places.fill_(True)
-    return False
+    mine, theirs = (
+        marks.as_strided(tensor.shape, [stride * size for stride in tensor.stride()], tensor.storage_offset() * size - start)
+        for tensor in (one, other)
+    )
+    mine.fill_(True)
+    return bool(theirs.any())
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _a(name: str) -> str:

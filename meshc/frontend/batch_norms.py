@@ -14,8 +14,7 @@ reduces over the whole batch anyway, so it is traced as a plain batch norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,18 +27,14 @@ from meshc.replacements import replace_targets
 _plain = _BatchNorm.forward
 
 
-@contextmanager
-def synced_norms() -> Iterator[None]:
+def synced_norms() -> AbstractContextManager[None]:
     """A context in which `nn.SyncBatchNorm.forward` is that of a plain batch norm."""
-    with replace_targets(synced_batch_norm=_plain):
-        yield
+    return replace_targets(synced_batch_norm=_plain)
 
 
-@contextmanager
-def averaged_norms() -> Iterator[None]:
+def averaged_norms() -> AbstractContextManager[None]:
     """A context in which the forward of torch's batch norms is `_forward`."""
-    with replace_targets(batch_norm=_forward, synced_batch_norm=_forward):
-        yield
+    return replace_targets(batch_norm=_forward, synced_batch_norm=_forward)
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:

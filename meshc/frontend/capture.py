@@ -29,7 +29,7 @@ from meshc.frontend.read_numbers import NumberInputs
 from meshc.frontend.read_places import FUNCTION, MODEL, ReadPlace, watched_at_calls
 from meshc.frontend.read_values import Number, PlaceLookup, methods
 from meshc.frontend.side_effects import TraceObservations
-from meshc.frontend.skipped_work import isolated_dynamo, with_lazy_code, without_lookups
+from meshc.frontend.skipped_work import with_lazy_code, without_lookups
 from meshc.frontend.sources import source_of
 from meshc.frontend.symbols import Symbols
 from meshc.ir import trees
@@ -40,7 +40,6 @@ from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
 from meshc.private import (
     BufferAOTInput,
-    FakeTensor,
     FakeTensorMode,
     GradAOTOutput,
     OpOverload,
@@ -176,13 +175,6 @@ def _stand_in(
     return made.requires_grad_(grad and leaf.requires_grad)
 
 
-def _build_root(module: nn.Module, function: Callable[..., object], autocast: Sequence[tuple[str, torch.dtype]]) -> Root:
-    """The `Root` of a call of `function`, in the module's mode."""
-    root = Root(module, function, autocast)
-    root.training = module.training  # the root's own flag alone: a model in training may hold layers in evaluation (frozen norms)
-    return root
-
-
 def torch_graph(
     module: nn.Module,
     function: Function,
@@ -210,13 +202,14 @@ def torch_graph(
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    root, inputs_of_python = _build_root(module, function, autocast), NumberInputs(numbers, module, function)
+    root, inputs_of_python = Root(module, function, autocast), NumberInputs(numbers, module, function)
+    root.training = module.training  # the root's own flag alone: a model in training may hold layers in evaluation (frozen norms)
     with mode:
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
         fake_tensors(module, mode, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
-        isolated_dynamo(), without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
+        without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
             with apply_capture_patches(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
@@ -271,70 +264,47 @@ def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
             )
 
 
-def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[object]) -> OutputTree:
-    codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
-    given = dict(zip(placeholders(module.graph), inputs, strict=True))
-    leaves = [given.get(leaf, leaf) for leaf in results_of(module.graph)]
-    plain = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
-    return OutputTree(codegen.pytree_info.out_spec, plain)
+def _arrange_outputs(module: torch.fx.GraphModule, inputs: Sequence[object]) -> OutputTree:
+    """Makes each output a value of its own; returns the outputs' tree.
 
-
-def _arrange_outputs(graph: torch.fx.GraphModule, leaves: Sequence[object]) -> OutputTree:
-    """Makes each output a value of its own, caches without gradient; returns the outputs' tree."""
-    tree = _output_tree(graph, leaves)
-    _detach_outputs(graph, tree.paths(), tree.caches())
-    _own_outputs(graph)
-    return tree
-
-
-def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[str]) -> None:
-    """Detaches the outputs that are caches: no gradient flows into them."""
-    if not paths:
-        return
-    given = results_of(module.graph)
-    with module.graph.inserting_before(output_of(module.graph)):
-        leaves = [
-            module.graph.call_method("detach", (node,)) if path in paths and isinstance(node, torch.fx.Node) else node
-            for path, node in zip(names, given, strict=True)
-        ]
-    for before, after in zip(given, leaves, strict=True):
-        if after is not before:
-            after.meta.update(before.meta)
-    set_results(module.graph, leaves)
-    module.recompile()
-
-
-def _own_outputs(module: torch.fx.GraphModule) -> None:
-    """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives such outputs no tangent,
-    since it would rebuild them as views of their base."""
-    output = output_of(module.graph)
-    taken = {storage_of(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
-    leaves = list(results_of(module.graph))
-    for index, node in enumerate(leaves):
-        if not isinstance(node, torch.fx.Node) or not getattr(node.meta.get("example_value"), "requires_grad", False):
+    Caches are detached: no gradient flows into them. An output that shares memory with an input, a parameter or another output becomes a
+    copy: AOTAutograd gives such outputs no tangent, since it would rebuild them as views of their base.
+    """
+    graph, codegen = module.graph, cast(Any, module.graph._codegen)  # a captured graph's, which flattens and unflattens
+    given = dict(zip(placeholders(graph), inputs, strict=True))
+    leaves: list[Any] = [*results_of(graph)]
+    outer = [given.get(leaf, leaf) for leaf in leaves]
+    plain = {index: leaf for index, leaf in enumerate(outer) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
+    tree = OutputTree(codegen.pytree_info.out_spec, plain)
+    caches = tree.caches()
+    taken = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    for index, (path, node) in enumerate(zip(tree.paths(), leaves, strict=True)):
+        if not isinstance(node, torch.fx.Node):
             continue
-        if storage_of(node) in taken:
-            with module.graph.inserting_before(output):
-                leaves[index] = module.graph.call_method("clone", (node,))
+        methods = ["detach"] if path in caches else []
+        if getattr(node.meta.get("example_value"), "requires_grad", False):
+            methods += ["clone"] if storage_of(node) in taken else []
+            taken.add(storage_of(node))
+        for method in methods:
+            with graph.inserting_before(output_of(graph)):
+                leaves[index] = graph.call_method(method, (leaves[index],))
             leaves[index].meta.update(node.meta)
-        taken.add(storage_of(node))
-    set_results(module.graph, leaves)
+    set_results(graph, leaves)
     module.recompile()
+    return tree
 
 
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
-    """A context for tracing: recurrent layers are traced, guards on default arguments are kept; oneDNN's variants of operators and the fast
-    path that fuses whole layers are off, since no rule knows their operators."""
-    enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    """A context for tracing: recurrent layers are traced, guards on default arguments are kept; oneDNN's variants of operators, of which no
+    rule knows, are off."""
+    enabled = torch._C._get_mkldnn_enabled()
     with torch._dynamo.config.patch(allow_rnn=True, skip_guards_on_constant_func_defaults=False):
         torch._C._set_mkldnn_enabled(False)
-        torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch._C._set_mkldnn_enabled(enabled)
-            torch.backends.mha.set_fastpath_enabled(whole_layers)
 
 
 def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -> JointGraph:
@@ -352,14 +322,10 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         name = name or flat.get(target.split("_module_", 1)[-1], target)
         return traced.aliases.get(name, name)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(traced.fake_mode)))
-        stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(double_by_default(traced.double))
-        stack.enter_context(_dynamo_settings())
-        stack.enter_context(with_lazy_code())
-        stack.enter_context(trees.registration())
-        stack.enter_context(trace_errors.without_log_echo())
+    with (
+        tracing(TracingContext(traced.fake_mode)), torch._C._DisableAutocast(), double_by_default(traced.double), _dynamo_settings(),
+        with_lazy_code(), trees.registration(), trace_errors.without_log_echo(), contextlib.ExitStack() as stack,
+    ):  # fmt: skip
         try:
             joint = aot_export_joint_with_descriptors(
                 stack, traced.module, traced.args, traced.kwargs, decompositions=cast(dict[OpOverload, Function], dict(decompositions))
@@ -370,24 +336,14 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
             raise
     module = joint.graph_module
     settle_checks(module.graph)
-    _drop_plain_inputs(module.graph)
-    entered: list[tuple[PortKind, str]] = []
     for node in placeholders(module.graph):
-        if _is_python_value(node, traced):
-            module.graph.erase_node(node)  # a flag: read by the trace, and by no node of the graph
-        else:
-            entered.append(_input_name(node.meta["desc"], qualified_name, traced))
+        if not isinstance(node.meta.get("val"), torch.Tensor):  # numbers, flags and strings become constants of the graph
+            node.replace_all_uses_with(node.meta.get("val"))  # type: ignore[arg-type]  # it takes constants too
+            module.graph.erase_node(node)
+    entered = [_input_name(node.meta["desc"], qualified_name, traced) for node in placeholders(module.graph)]
     output = output_of(module.graph)
     outputs = [_output_name(description, qualified_name, traced) for description in output.meta["desc"]]
     return JointGraph(module, entered, outputs)
-
-
-def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
-    """Numbers, booleans and strings among the inputs become constants of the graph."""
-    for node in placeholders(graph):
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            node.replace_all_uses_with(node.meta.get("val"))  # type: ignore[arg-type]  # it takes constants too
-            graph.erase_node(node)
 
 
 def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind, str]:
@@ -407,7 +363,8 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
             return "constant", description.target
         return "buffer", name
     if isinstance(description, PlainAOTInput):
-        return "input", traced.inputs[_tensor_index(traced, description.idx)][0]
+        before = trees.leaves((traced.args, traced.kwargs))[: description.idx]
+        return "input", traced.inputs[sum(isinstance(leaf, torch.Tensor) for leaf in before)][0]
     if type(description).__name__ == "TangentAOTInput":
         inner = description.output
         if isinstance(inner, PlainAOTOutput):
@@ -428,17 +385,6 @@ def _foreign_parameter_message(target: str, traced: TorchGraph) -> str:
     )
 
 
-def _is_python_value(node: torch.fx.Node, traced: TorchGraph) -> bool:
-    description = node.meta["desc"]
-    leaves = trees.leaves((traced.args, traced.kwargs))
-    return isinstance(description, PlainAOTInput) and not isinstance(leaves[description.idx], torch.Tensor)
-
-
-def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
-    leaves = trees.leaves((traced.args, traced.kwargs))
-    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
-
-
 def _output_name(description: object, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind | Literal["none"], str]:
     if isinstance(description, PlainAOTOutput):
         return "output", traced.output_tree.paths()[description.idx]
@@ -457,8 +403,3 @@ def _output_name(description: object, qualified: Callable[[str], str], traced: T
         trace_errors.refuse_change_in_place(kind, name, traced.trainable)
         return kind, name
     raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake tensor of a trace, without values."""
-    return isinstance(tensor, FakeTensor)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Distribution, kl
 from torch.fx import GraphModule, Node
 
 from meshc.errors import CaptureError
@@ -34,7 +34,6 @@ from meshc.frontend.side_effects import (
 )
 from meshc.frontend.skipped_work import without_guards
 from meshc.frontend.sources import source_of
-from meshc.frontend.traced_distributions import traced_distributions
 from meshc.frontend.traced_gradients import traced_gradients
 from meshc.ir import trees
 from meshc.ir.nodes import Source
@@ -43,13 +42,13 @@ from meshc.private import AdaptiveOutput
 from meshc.replacements import replace_targets
 
 
-@contextlib.contextmanager
+@contextmanager
 def traceable_model(module: nn.Module) -> Iterator[None]:
     """A context in which a model's code runs in the form in which it is traced."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+    enabled = torch.backends.mha.get_fastpath_enabled()  # that fuses whole layers into operators of which no rule knows
     with (
-        traceable_libraries(module), trees.registration(), grouped_calls(), listed_experts(module), traced_flex(), traced_adaptive(),
-        synced_norms(),
+        traceable_libraries(module), trees.registration(), grouped_calls(), listed_experts(module), traced_flex(), synced_norms(),
+        replace_targets(adaptive_loss=loss_of_clusters, adaptive_prediction=likeliest),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -58,16 +57,15 @@ def traceable_model(module: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-@contextlib.contextmanager
+@contextmanager
 def apply_capture_patches(opened: bool) -> Iterator[TraceObservations]:
     """A context with all substitutions in torch's tracer, which also records the side effects of Python. `opened`: sizes are dynamic, and
     guards on them are kept."""
-    with contextlib.nullcontext() if opened else without_guards(), traced_ctc():
-        with (
-            unhinted_masks(), averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(),
-            traced_transforms(), known_outcomes(), observe_side_effects() as seen,
-        ):  # fmt: skip
-            yield seen
+    with (
+        nullcontext() if opened else without_guards(), traced_ctc(), averaged_norms(), unvalidated_distributions(), traced_gradients(),
+        mended_calls(), traced_transforms(), known_outcomes(), observe_side_effects() as seen,
+    ):  # fmt: skip
+        yield seen
 
 
 def settle_graph(graph: GraphModule) -> list[str]:
@@ -82,29 +80,25 @@ def settle_graph(graph: GraphModule) -> list[str]:
     return notes
 
 
-@contextlib.contextmanager
-def lstm_states() -> Iterator[None]:
-    """A context in which the last states of an `nn.LSTM` are traced with their real shapes. In torch 2.11, those of a layer have one dim of
-    length 1 too many in a trace, with more than one sequence."""
-    from meshc.private import decompositions
+def mended_calls() -> AbstractContextManager[None]:
+    """A context in which three calls of torch are traced as they are meant.
 
-    layer = decompositions.one_layer_lstm
+    The last states of an `nn.LSTM` have their real shapes: in torch 2.11, those of a layer have one dim of length 1 too many in a trace,
+    with more than one sequence. An autograd function that gets one tensor twice is refused: torch 2.11 traces the tensor's gradient once;
+    later releases refuse it themselves. The causal hint of an `nn.Transformer` is the caller's `is_causal`, and False where none was given:
+
+        nn.Transformer()(src, tgt, tgt_mask=mask)    torch compares the values of the mask with a causal one's, to choose kernels
+
+    The answer is a hint beside the mask, and the mask is applied in any case: without the hint the result is the same. meshc itself finds
+    out whether a mask is causal, from the operators that computed it (`passes/trace/fold_masks.py`).
+    """
+    from meshc.private import AutogradFunctionApplyVariable, decompositions
+
+    layer, call = decompositions.one_layer_lstm, AutogradFunctionApplyVariable.call_function
 
     def of_two_dims(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         out, states = layer(*args, **kwargs)
         return out, tuple(state.flatten(0, -2) for state in states)
-
-    with replace_targets(lstm_layer=of_two_dims):
-        yield
-
-
-@contextlib.contextmanager
-def each_tensor_once() -> Iterator[None]:
-    """A context in which an autograd function that gets one tensor twice is refused: torch 2.11 traces the tensor's gradient once; later
-    releases refuse it themselves."""
-    from meshc.private import AutogradFunctionApplyVariable
-
-    call = AutogradFunctionApplyVariable.call_function
 
     def check_and_call(self_: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         given = [one.realize() for one in args]
@@ -113,27 +107,23 @@ def each_tensor_once() -> Iterator[None]:
             raise RuntimeError("autograd.Function.apply: duplicate tensor input")
         return call(self_, tx, args, kwargs)
 
-    with replace_targets(autograd_function_call=check_and_call):
-        yield
+    def caller_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
 
-
-# Causal-mask hint of `nn.Transformer`, which a trace cannot compute from a mask's values.
-#
-#     nn.Transformer()(src, tgt, tgt_mask=mask)    torch compares the values of the mask with a causal one's, to choose kernels
-#
-# The answer is a hint beside the mask, and the mask is applied in any case: without the hint the result is the same. meshc itself finds out
-# whether a mask is causal, from the operators that computed it (`passes/trace/fold_masks.py`).
+    return replace_targets(lstm_layer=of_two_dims, autograd_function_call=check_and_call, causal_hint=caller_hint)
 
 
 @contextmanager
-def unhinted_masks() -> Iterator[None]:
-    """A context in which the hint is the caller's `is_causal`, and False where none was given."""
-    with replace_targets(causal_hint=_caller_hint):
-        yield
-
-
-def _caller_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    return is_causal is True
+def unvalidated_distributions() -> Iterator[None]:
+    """A context in which a distribution validates neither its arguments nor its samples, as under torch.compile (an explicit
+    `validate_args=True` does); and `kl_divergence` finds the function of two classes in a table, instead of a search."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with replace_targets(divergences=kl._KL_REGISTRY):
+            yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 # `nn.AdaptiveLogSoftmaxWithLoss` in a traced model: each cluster of classes on all rows, with a mask of those whose target is in it.
@@ -144,13 +134,6 @@ def _caller_hint(mask: Tensor | None, is_causal: bool | None = None, size: int |
 # torch gives each tail the rows of its own cluster, whose number is data, and skips a cluster without rows: it has no gradient then, and
 # zeros here, which an update skips by the same mask (`passes/trace/append_update.py`). torch checks for targets outside of all classes; a
 # program does not.
-
-
-@contextmanager
-def traced_adaptive() -> Iterator[None]:
-    """A context in which such a module has no sizes that targets decide."""
-    with replace_targets(adaptive_loss=loss_of_clusters, adaptive_prediction=likeliest):
-        yield
 
 
 def loss_of_clusters(self: Any, input_: Tensor, target_: Tensor) -> Any:
@@ -260,8 +243,7 @@ def _memory(node: Node) -> int:
 # moved to the front of their rows. Targets that are passed as a list are put into rows by their lengths.
 
 
-@contextmanager
-def traced_ctc() -> Iterator[None]:
+def traced_ctc() -> AbstractContextManager[None]:
     """A context in which the loss is `meshc::ctc_loss`; stock models choose cuDNN's kernels around it, or none, which is not traced.
 
     Dynamo looks torch's functions up by name, once, and would take the replacement for torch's own: the lookup is done before.
@@ -269,12 +251,11 @@ def traced_ctc() -> Iterator[None]:
     from meshc.private import trace_rules
 
     trace_rules.get_torch_obj_rule_map()
-    with replace_targets(ctc_loss=ctc.loss_of_rows, cudnn_flags=_as_they_are):
-        yield
 
+    def flags_as_they_are(*args: object, **kwargs: object) -> nullcontext[None]:
+        return nullcontext()
 
-def _as_they_are(*args: object, **kwargs: object) -> nullcontext[None]:
-    return nullcontext()
+    return replace_targets(ctc_loss=ctc.loss_of_rows, cudnn_flags=flags_as_they_are)
 
 
 def targets_in_rows(module: GraphModule) -> None:

@@ -39,17 +39,12 @@ def clean_up_compilation() -> Iterator[None]:
         for name in [name for name in list(sources) if name not in known_sources]:
             del sources[name]
             linecache.cache.pop(name, None)
-        for finalizer in _finalizers():
+        # all finalizers of the process: there is no other access to those whose creator has not kept them
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
             if _guards_code_of(finalizer, names):
                 finalizer.detach()
         for metrics in [one for one in list(utils._compilation_metrics) if id(one) not in known_metrics]:
             utils._compilation_metrics.remove(metrics)
-
-
-def _finalizers() -> list[weakref.finalize[Any, Any]]:
-    """All finalizers of the process: there is no other access to those whose creator has not kept them."""
-    registry: dict[weakref.finalize[Any, Any], Any] = weakref.finalize._registry  # type: ignore[attr-defined]
-    return list(registry)
 
 
 def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, object]) -> bool:

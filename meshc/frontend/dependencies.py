@@ -68,10 +68,14 @@ class ProcessValues:
         """The name of a place, as in messages."""
         return self.there.at(place)[1]
 
+    def values(self, places: Collection[ReadPlace]) -> Iterator[tuple[ReadPlace, str]]:
+        """Values at places as texts."""
+        lists = {ReadPlace(place.root, place.steps[:-1]) for place in places if place.steps and place.steps[-1][0] == ITEM}
+        return ((place, self.text(place, place in lists)) for place in places)
+
     def texts(self, places: Collection[ReadPlace]) -> dict[str, str]:
         """Values as texts, by the names of their places."""
-        lists = _bases_of_items(places)
-        return {self.name(place): self.text(place, place in lists) for place in places}
+        return {self.name(place): text for place, text in self.values(places)}
 
     def lines(self, places: Iterable[ReadPlace]) -> str:
         """A digest of the source lines of the code at these places; messages and comments of a program name those lines."""
@@ -106,10 +110,8 @@ class Dependencies:
 
     def differences(self, here: ProcessValues) -> Iterator[str]:
         """Where this process differs from the one that traced, a line each: `model.temperature: 2.0 here, and 1.0 there`."""
-        lists = _bases_of_items(self.values)
-        for place, there in self.values.items():
-            mine = here.text(place, place in lists)
-            if mine != there:
+        for place, mine in here.values(self.values):
+            if mine != (there := self.values[place]):
                 yield f"{here.name(place)}: {mine} here, and {there} there"
         for name, there in self.environment.items():
             if (mine := variable(name)) != there:
@@ -125,21 +127,17 @@ def trace_dependencies(
     places |= dict.fromkeys(read_values.methods(there, list(places), ran, installed=True))
     functions = _Globals(function_of(there.at(place)[0]) for place in places)
     rest = [one for one in ran if one not in functions.by_code]
-    modules = _modules_by_file() if rest else {}
+    files = [(getattr(module, "__file__", None), name) for name, module in [*sys.modules.items()]] if rest else []
+    modules = {os.path.abspath(file): name for file, name in files if isinstance(file, str)}
     for one in rest:
-        place = _place_by_name(one, modules, there)
-        if place is not None:
+        if (place := _place_by_name(one, modules, there)) is not None:
             places[place] = None
             functions.add(function_of(there.at(place)[0]))
     kept = [place for place in places if place not in numbers and not _is_compared_before(place)]
-    lists = _bases_of_items(kept)
-    values = {place: here.text(place, place in lists) for place in kept if not _is_input(place, here)}
+    kept = [place for place in kept if place.root != INPUTS or not isinstance(there.at(place)[0], torch.Tensor)]
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
-    return Dependencies(values, {name: variable(name) for name in names}, _reason_not_portable(ran, functions.by_code, unplaced))
-
-
-def _bases_of_items(places: Iterable[ReadPlace]) -> frozenset[ReadPlace]:
-    return frozenset(ReadPlace(place.root, place.steps[:-1]) for place in places if place.steps and place.steps[-1][0] == ITEM)
+    why = _reason_not_portable(ran, functions.by_code, unplaced)
+    return Dependencies(dict(here.values(kept)), {name: variable(name) for name in names}, why)
 
 
 def _is_compared_before(place: ReadPlace) -> bool:
@@ -147,10 +145,6 @@ def _is_compared_before(place: ReadPlace) -> bool:
     if place.root == MODEL:
         return any(kind == ATTRIBUTE and what in _COMPARED_BEFORE for kind, what in place.steps)
     return read_places.is_own(place.root) and any(kind == NTH for kind, _ in place.steps)
-
-
-def _is_input(place: ReadPlace, here: ProcessValues) -> bool:
-    return place.root == INPUTS and isinstance(here.there.at(place)[0], torch.Tensor)
 
 
 class _Globals:
@@ -186,11 +180,6 @@ def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: Plac
         cells = range(len(function.__closure__ or ()))
         found.extend(place.then((ATTRIBUTE, "__closure__"), (ITEM, at), (ATTRIBUTE, "cell_contents")) for at in cells)
     return None
-
-
-def _modules_by_file() -> dict[str, str]:
-    files = [(getattr(module, "__file__", None), name) for name, module in [*sys.modules.items()]]
-    return {os.path.abspath(file): name for file, name in files if isinstance(file, str)}
 
 
 def _reason_not_portable(

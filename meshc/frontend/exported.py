@@ -18,6 +18,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch.nn import functional
 
 from meshc.errors import CaptureError, InputError
+from meshc.frontend.traced_code import name_of
 from meshc.ir.functions import Function
 from meshc.private import HigherOrderOperator, OpOverload
 
@@ -86,17 +87,13 @@ def _difference(name: str, leaf: object, value: object) -> str:
     if isinstance(value, Tensor):
         if not isinstance(leaf, Tensor):
             return f"{name} was a tensor"
-        told = [_size_or_any(size) for size in value.shape]
+        told = [size if type(size) is int else "any" for size in value.shape]
         same = len(leaf.shape) == len(told) and all(size in ("any", here) for size, here in zip(told, leaf.shape, strict=True))
         if not same or leaf.dtype is not value.dtype:
             return f"{name} is {leaf.dtype} of shape {list(leaf.shape)}, and was {value.dtype} of {told}"
     elif not isinstance(value, SymInt | SymFloat | SymBool) and (isinstance(leaf, Tensor) or leaf != value):
         return f"{name} is {leaf!r}, and was {value!r}"
     return ""
-
-
-def _size_or_any(size: object) -> object:
-    return "any" if isinstance(size, SymInt) else size
 
 
 def _prepare_module(module: Any) -> None:
@@ -130,4 +127,4 @@ def _fault(node: fx.Node) -> str:
 
 
 def _is_a(what: object, name: str) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(what).__mro__)
+    return name in map(name_of, type(what).__mro__)

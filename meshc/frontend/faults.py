@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Final
 
 from torch.fx import Node
@@ -17,7 +16,7 @@ from meshc.errors import CompilerFault, MeshcError, StateError
 from meshc.frontend.frames import innermost
 from meshc.frontend.sources import source_of
 from meshc.frontend.trace_errors import RANDOMNESS, user_frame
-from meshc.ir import Record, Source
+from meshc.ir import Record
 
 _LONGEST: Final = 300
 
@@ -84,35 +83,16 @@ def _message(name: str, error: Exception) -> str:
 
 def _worked_on(error: BaseException) -> tuple[str, str]:
     """The value that was being processed and its line in the user's model, each "" if unknown."""
-    node, record = _in_frames(error.__traceback__)
-    if record is not None and record.source.file:
-        return node.name if node is not None else "", str(record.source)
-    if node is not None:
-        return node.name, _line(source_of(node))
-    frame = user_frame(str(error))
-    return "", f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
-
-
-def _line(source: Source) -> str:
-    return str(source) if source.file else ""
-
-
-def _in_frames(trace: TracebackType | None) -> tuple[Node | None, Record | None]:
-    """The graph node in the innermost frame that has one, and its record, if any."""
-    found: Node | None = None
-    while trace is not None:
-        values = trace.tb_frame.f_locals
-        for value in (values.get("node"), values.get("self"), *values.values()):
-            node = _node_of(value)
-            if node is not None:
-                found = node
-                break
-        trace = trace.tb_next
-    if found is None:
-        return None, None
-    kept = found.meta.get("meshc")
-    kept = kept[0] if isinstance(kept, list | tuple) and kept else kept
-    return found, kept if isinstance(kept, Record) else None
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = (value for held in reversed(frames) for value in (held.get("node"), held.get("self"), *held.values()))
+    node = next((node for value in values if (node := _node_of(value)) is not None), None)
+    if node is None:
+        frame = user_frame(str(error))
+        return "", f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
+    kept = node.meta.get("meshc")
+    record = kept[0] if isinstance(kept, list | tuple) and kept else kept
+    source = record.source if isinstance(record, Record) and record.source.file else source_of(node)
+    return node.name, str(source) if source.file else ""
 
 
 def _node_of(value: object) -> Node | None:

@@ -29,25 +29,19 @@ def masks_as_inputs() -> None:
 
 
 @contextmanager
-def traced_flex() -> Iterator[None]:
-    """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
-    with _unchecked_calls():
-        yield
-
-
-@contextmanager
 def written_out_flex() -> Iterator[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
     not work under dispatch modes, such as those that answer random calls."""
     if MODULE not in sys.modules:
         yield
         return
-    with _unchecked_calls(), replace_targets(flex_compilation=True, flex_operator=_written_out_attention):
+    with traced_flex(), replace_targets(flex_compilation=True, flex_operator=_written_out_attention):
         yield
 
 
 @contextmanager
-def _unchecked_calls() -> Iterator[None]:
+def traced_flex() -> Iterator[None]:
+    """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
     if MODULE not in sys.modules:
         yield
         return

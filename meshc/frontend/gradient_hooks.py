@@ -88,13 +88,9 @@ def _table(parameter: Tensor, name: str) -> Mapping[int, Function]:
 
 
 def _name(hook: Function) -> str:
-    place = _place(hook)
-    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{f' ({place})' if place.line else ''}"
-
-
-def _place(hook: Function) -> Source:
     code = getattr(inspect.unwrap(hook), "__code__", None)
-    return Source() if code is None else Source(code.co_filename, code.co_firstlineno)
+    place = "" if code is None else f" ({Source(code.co_filename, code.co_firstlineno)})"
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{place}"
 
 
 # Draws.

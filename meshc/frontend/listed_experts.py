@@ -29,7 +29,8 @@ from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_placement import CALL, copies_per_rank, expert_slots_of, is_stock, stacked_parameters
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
 from meshc.frontend.expert_tape import NotRows, Tape, evaluate, play, record
-from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS, class_name
+from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS
+from meshc.frontend.traced_code import name_of
 from meshc.lazy_module import LazyModule
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
@@ -46,7 +47,7 @@ PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 def is_listed(module: nn.Module) -> bool:
     """Whether a module loops over experts that this file traces as one product."""
-    return class_name(module) in KNOWN or loop_of(module) is not None
+    return name_of(type(module)) in KNOWN or loop_of(module) is not None
 
 
 def is_of_all(module: nn.Module) -> bool:
@@ -70,7 +71,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
     marked: list[nn.Module] = []
     try:
         for path, each in module.named_modules():
-            if class_name(each) in ROUTERS:
+            if name_of(type(each)) in ROUTERS:
                 marked.append(_uncast_classifier(path, each))
             function = _forward(path, each)
             if function is not None and "forward" not in each.__dict__:
@@ -125,7 +126,7 @@ def unchosen_parameters(module: nn.Module) -> dict[str, tuple[tuple[str, int], .
 
 def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     """The forward of a module while it is traced; None: its own."""
-    if (own := KNOWN.get(class_name(module))) is not None:
+    if (own := KNOWN.get(name_of(type(module)))) is not None:
         return own
     loop = loop_of(module)
     if loop is None or (loop.of_all and FORM not in module.__dict__):

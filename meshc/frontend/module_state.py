@@ -18,6 +18,7 @@ from typing import Final
 from torch import nn
 
 from meshc.frontend.libraries import STATE
+from meshc.frontend.traced_code import name_of
 
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 SIZES: Final = frozenset(
@@ -70,7 +71,7 @@ def _names(kind: type) -> tuple[str, ...]:
     for owner in kind.__mro__:
         if owner.__module__.startswith("torch.nn."):
             names |= dict.fromkeys(vars(owner).get("__constants__", ()))
-        names |= dict.fromkeys(STATE.get(f"{owner.__module__}.{owner.__qualname__}", ()))
+        names |= dict.fromkeys(STATE.get(name_of(owner), ()))
     _NAMES[kind] = found = tuple(name for name in names if name not in SIZES)
     return found
 

@@ -48,7 +48,12 @@ def omit_checks() -> Iterator[None]:
     """A context for tracing, in which checks become asserts of the graph."""
     from meshc.private import calls_of_torch, symbolic_convert
 
-    base = symbolic_convert.InstructionTranslatorBase
+    base, refuse = symbolic_convert.InstructionTranslatorBase, calls_of_torch.unimplemented
+
+    def refuse_all_but_strides(*, gb_type: str, **kwargs: Any) -> None:
+        if not gb_type.startswith(STRIDES):
+            refuse(gb_type=gb_type, **kwargs)
+
     jumps = {getattr(base, name) for name in dir(base) if JUMP.fullmatch(name)}
     standing = {base.STORE_ATTR: _store_handler(base.STORE_ATTR), **{jump: _jump_handler(jump) for jump in jumps}}
     main, inlined, generator = (
@@ -60,20 +65,10 @@ def omit_checks() -> Iterator[None]:
     )  # fmt: skip
     with (
         replace_targets(main_instructions=main, inlined_instructions=inlined, generator_instructions=generator),
-        replace_targets(torch_refusals=_but_for_strides(calls_of_torch.unimplemented)),
+        replace_targets(torch_refusals=refuse_all_but_strides),
         torch._dynamo.config.patch(_autograd_backward_strict_mode_conditional_banned_ops=[]),
     ):
         yield
-
-
-def _but_for_strides(refuse: Callable[..., None]) -> Callable[..., None]:
-    """Dynamo's refusals of calls of torch's, without that of results for their strides."""
-
-    def refuse_rest(*, gb_type: str, **kwargs: Any) -> None:
-        if not gb_type.startswith(STRIDES):
-            refuse(gb_type=gb_type, **kwargs)
-
-    return refuse_rest
 
 
 def _store_handler(handler: Handler) -> Handler:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from torch import nn
 
 from meshc.frontend.expert_capacity import Capacity, rows_of
@@ -19,11 +17,8 @@ def one_device(function: Function, capacity: Capacity | None) -> Function:
         return function
 
     def call_with_capacity(module: nn.Module, *args: object, **kwargs: object) -> object:
-        with ExitStack() as stack:
-            stack.enter_context(unsorted_experts())
-            stack.enter_context(grouped_calls())
-            stack.enter_context(listed_experts(module))
-            stack.enter_context(formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs))))
+        formed = formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs)))
+        with unsorted_experts(), grouped_calls(), listed_experts(module), formed:
             return function(module, *args, **kwargs)
 
     return call_with_capacity

@@ -21,6 +21,8 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
@@ -35,16 +37,14 @@ FRAME_WORDS: Final = 70_000
 """Words of a frame for which CPython maps a chunk of 1 MiB: the rest of it, 460 KiB, has some thousand frames."""
 
 
-@contextlib.contextmanager
-def without_guards() -> Iterator[None]:
+def without_guards() -> AbstractContextManager[None]:
     """A context for one trace without dynamic sizes, in which export builds no guards."""
-    with replace_targets(export_guards=_nothing):
-        yield
+    return replace_targets(export_guards=_nothing)
 
 
-@contextlib.contextmanager
-def without_lookups() -> Iterator[None]:
-    """A context for one trace without those lookups. Other lookups are answered as ever, except for names of functions in torch's logs."""
+def without_lookups() -> AbstractContextManager[None]:
+    """A context for one trace without those lookups, and without a reset: the trace sees no sizes of other calls, and what the process has
+    compiled stays compiled. Other lookups are answered as ever, except for names of functions in torch's logs."""
     from meshc.private import LocalMapWrappedHigherOrderVariable, graph_region_tracker
 
     made, wraps = graph_region_tracker.InputPickler, LocalMapWrappedHigherOrderVariable.should_wrap_in_hop
@@ -52,21 +52,22 @@ def without_lookups() -> Iterator[None]:
     def wraps_if_any(value: object) -> bool:
         return LOCAL_MAP in sys.modules and wraps(value)
 
-    def pickler() -> _LazyObject:
-        return _LazyObject(made)
+    return replace_targets(
+        function_names=_nothing,
+        backend_lookup=_nothing,  # a backend is only compared with a compiled function's, under torch.func
+        input_pickler=partial(_LazyObject, made),
+        local_map_check=wraps_if_any,
+        dynamo_reset=_nothing,
+        size_profile=None,
+        initial_size_profile=None,
+    )
 
-    # a backend is only compared with a compiled function's, under torch.func
-    with replace_targets(function_names=_nothing, backend_lookup=_nothing, input_pickler=pickler, local_map_check=wraps_if_any):
-        yield
 
-
-@contextlib.contextmanager
-def with_lazy_code() -> Iterator[None]:
+def with_lazy_code() -> AbstractContextManager[None]:
     """A context for one trace, in which the code of a graph is written when it is first called or read."""
     from meshc.private import lazy_graph_modules
 
-    with lazy_graph_modules(True):
-        yield
+    return lazy_graph_modules(True)
 
 
 LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
@@ -84,13 +85,6 @@ class _LazyObject:
             self._one = self._made()
             return self._one
         return getattr(self._one, name)
-
-
-@contextlib.contextmanager
-def isolated_dynamo() -> Iterator[None]:
-    """A context for one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
-    with replace_targets(dynamo_reset=_nothing, size_profile=None, initial_size_profile=None):
-        yield
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from meshc.errors import CompileError
-from meshc.frontend.capture import is_fake
 from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
@@ -35,6 +34,7 @@ from meshc.passes.phases.request import OpenedDims, Request
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.place.annotate import idle
 from meshc.passes.place.interests import Interest
+from meshc.private import FakeTensor
 from meshc.program import instance
 
 Number = Callable[[object], object]
@@ -153,7 +153,8 @@ def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
 
 def _same(one: object, other: object) -> bool:
     """Whether two traces hold the same tensor; parameters and buffers are fake, and compared by name."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_fake(one) or is_fake(other):
+    is_fake = isinstance(one, FakeTensor) or isinstance(other, FakeTensor)
+    if is_fake or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other)
     return torch.equal(one, other)
 

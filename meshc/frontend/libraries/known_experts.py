@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
+from meshc.frontend.traced_code import name_of
 
 LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
 """The module of Llama 4's classes."""
@@ -55,7 +56,7 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """`Llama4TextMoe.forward`. An expert's output for zeros is zeros, and so are its gradients. With another router than the stock one,
     whose scores may differ, the layer's own forward."""
-    if class_name(self.router) != f"{LLAMA4}.Llama4Router":
+    if name_of(type(self.router)) != f"{LLAMA4}.Llama4Router":
         whole: tuple[Tensor, Tensor] = type(self).forward(self, hidden_states)
         return whole
     tokens = hidden_states.reshape(-1, self.hidden_dim)
@@ -75,11 +76,6 @@ def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = No
         return layout.back(layout.product(up * self.act_fn(gate), self.down_proj))
 
     return routed_sum(expert_sum, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, ExpertForm()))
-
-
-def class_name(module: object) -> str:
-    """The full name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 KNOWN: Final[Mapping[str, Callable[..., Any]]] = {

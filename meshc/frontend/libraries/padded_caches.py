@@ -133,8 +133,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 class MixedLayer(StateLayer, PaddedLayer):
     """Cache of a layer with both attention and recurrence."""
 
-    is_compileable = True
-
     def __init__(
         self, number_of_states: int = 1, states: Mapping[str, Mapping[int, Tensor]] | None = None,
         pair: Sequence[Tensor | None] = (None, None), length: Tensor | int = 0, **kwargs: object,

@@ -84,7 +84,7 @@ def known_cache_kinds(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
         return
     configs = {id(config): config for config in map(_config, modules) if config is not None}
-    table = {number: kinds for number, kinds in ((number, _kinds(ask, config)) for number, config in configs.items()) if kinds is not None}
+    table = {number: kinds for number, config in configs.items() if (kinds := _kinds(ask, config)) is not None}
 
     def answer(config: Any) -> Kinds:
         found = table.get(id(config))
@@ -125,27 +125,23 @@ def masks() -> Iterator[None]:
         return
     padding, blocks = (getattr(own, name) for name in PADDED)
 
-    def pad_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor | None:
-        if attention_mask is None or not isinstance(kv_offset, Tensor):
-            found: Tensor | None = padding(attention_mask, kv_length, kv_offset)
-            return found
-        return F.pad(attention_mask, (0, kv_length))
+    def pad_by(plain: Callable[..., Tensor | None], fill: int) -> Callable[..., Tensor | None]:
+        """A function called with what is padded first, and the number of keys and that of the first token last."""
 
-    def in_blocks(block_sequence_ids: Tensor, attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor:
-        if not isinstance(kv_offset, Tensor):
-            found: Tensor = blocks(block_sequence_ids, attention_mask, kv_length, kv_offset)
-            return found
-        return F.pad(block_sequence_ids, (0, kv_length), value=-1)
+        def pad(given: Tensor | None, *call: Any) -> Tensor | None:
+            if given is None or not isinstance(call[-1], Tensor):
+                return plain(given, *call)
+            return F.pad(given, (0, call[-2]), value=fill)
 
-    with replace_targets(mask_padding=pad_mask, block_padding=in_blocks):
+        return pad
+
+    with replace_targets(mask_padding=pad_by(padding, 0), block_padding=pad_by(blocks, -1)):
         yield
 
 
-@contextlib.contextmanager
-def plain_masks() -> Iterator[None]:
+def plain_masks() -> contextlib.AbstractContextManager[None]:
     """A context in which masks are built without compilation, and none is dropped for its values."""
-    with replace_targets(block_mask=_plain_block_mask, mask_test=_not_all_true):
-        yield
+    return replace_targets(block_mask=_plain_block_mask, mask_test=_not_all_true)
 
 
 def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> object:

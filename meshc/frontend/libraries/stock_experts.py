@@ -11,8 +11,8 @@ traced in so many groups, of one rank each (`meshc/ops/expert_groups.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, cast
 
@@ -27,11 +27,9 @@ REPLACED = ("grouped_mm", "batched_mm", "eager")
 """Equivalent implementations: grouped products, a matrix gathered for each row, a loop over the experts."""
 
 
-@contextmanager
-def unsorted_experts() -> Iterator[None]:
+def unsorted_experts() -> AbstractContextManager[None]:
     """A context in which stock experts take this form."""
-    with replace_targets(experts=dict.fromkeys(REPLACED, forward)):
-        yield
+    return replace_targets(experts=dict.fromkeys(REPLACED, forward))
 
 
 class _StockExperts(Protocol):

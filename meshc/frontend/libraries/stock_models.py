@@ -136,11 +136,7 @@ def tell_generate(model: nn.Module) -> None:
     """From here on the model's own generate passes images to the model's call, whose program encodes them; it would call the encoder
     itself, which is no program, and pass its output on."""
     if hasattr(type(model), ENCODES_FIRST):
-        replace_for_good("image_encoding", _no, model)
-
-
-def _no() -> bool:
-    return False
+        replace_for_good("image_encoding", lambda: False, model)
 
 
 def called_by_generate(module: nn.Module) -> list[str]:
@@ -185,9 +181,8 @@ def learn_caches() -> None:
     """Register transformers' caches as meshc's trees."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    if stock_caches.can_be_padded():
-        if not trees.is_known(padded_caches.PaddedCache):
-            trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
+    if stock_caches.can_be_padded() and not trees.is_known(padded_caches.PaddedCache):
+        trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
     if not trees.is_known(DynamicCache):
         trees.learn(DynamicCache, *_dynamic_cache(DynamicCache))
     if not trees.is_known(EncoderDecoderCache):
@@ -201,11 +196,14 @@ def learn_caches() -> None:
 def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
     """transformers has a tree for caches of keys and values only; those with state-space layers are flattened here: by state, then layer,
     and behind that the keys and values of layers with attention."""
-    keys_and_values = _of_transformers(cache_class)
+    # the functions that transformers would register for `torch.export`, registered and removed at once: there is no other access to them
+    with trees.capture_registration(cache_class) as registered:
+        resolve_name("transformers.integrations.executorch:register_dynamic_cache_export_support")()
+    ((flatten_pairs, unflatten_pairs),) = registered
 
     def flatten(cache: Any) -> tuple[list[object], object]:
-        if not any(_is_linear(layer) for layer in cache.layers):
-            return keys_and_values[0](cache)
+        if not any(all(hasattr(layer, name) for name in STATES) for layer in cache.layers):
+            return flatten_pairs(cache)
         states: list[object] = [[dict(getattr(layer, name, {})) for layer in cache.layers] for name in STATES]
         pairs = [[layer.keys, layer.values] if getattr(layer, "keys", None) is not None else [] for layer in cache.layers]
         if not any(pairs):
@@ -214,23 +212,11 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
 
     def unflatten(values: Sequence[Any], context: Any) -> object:
         if context[: len(STATES)] != list(STATES):
-            return keys_and_values[1](values, context)
+            return unflatten_pairs(values, context)
         pairs, windows = (values[2], context[2]) if len(values) > len(STATES) else ([[]] * len(values[0]), [None] * len(values[0]))
         return _cache_of_states(cache_class, values[0], values[1], pairs, windows)
 
     return flatten, unflatten
-
-
-def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
-    """The functions that transformers would register for `torch.export`, registered and removed at once: there is no other access to
-    them."""
-    with trees.capture_registration(cache_class) as registered:
-        resolve_name("transformers.integrations.executorch:register_dynamic_cache_export_support")()
-    return registered[0]
-
-
-def _is_linear(layer: object) -> bool:
-    return all(hasattr(layer, name) for name in STATES)
 
 
 def _cache_of_states(
