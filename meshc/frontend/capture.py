@@ -331,8 +331,8 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
                 stack, traced.module, traced.args, traced.kwargs, decompositions=cast(dict[OpOverload, Function], dict(decompositions))
             )
         except RuntimeError as error:
-            trace_errors.refuse_no_gradient(error, traced.module, source_of)
-            trace_errors.refuse_changed(error, traced.module, source_of)
+            trace_errors.refuse_no_gradient(error, traced.module)
+            trace_errors.refuse_changed(error, traced.module)
             raise
     module = joint.graph_module
     settle_checks(module.graph)
@@ -359,7 +359,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
                 return "number", traced.numbers[description.target].name
             if name == SEED_STEP:
                 return "random", name
-            trace_errors.refuse_array(traced.module, description.target, source_of)
+            trace_errors.refuse_array(traced.module, description.target)
             return "constant", description.target
         return "buffer", name
     if isinstance(description, PlainAOTInput):

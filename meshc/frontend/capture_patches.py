@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import dropwhile
 from typing import Any, Final
 
 import torch
@@ -33,10 +34,9 @@ from meshc.frontend.side_effects import (
     observe_side_effects,
 )
 from meshc.frontend.skipped_work import without_guards
-from meshc.frontend.sources import source_of
+from meshc.frontend.sources import bodies_of, source_of
 from meshc.frontend.traced_gradients import traced_gradients
 from meshc.ir import trees
-from meshc.ir.nodes import Source
 from meshc.ops import ctc
 from meshc.private import AdaptiveOutput
 from meshc.replacements import replace_targets
@@ -71,12 +71,12 @@ def apply_capture_patches(opened: bool) -> Iterator[TraceObservations]:
 def settle_graph(graph: GraphModule) -> list[str]:
     """Rewrites what a captured graph has of Python and of values alone, in place; returns notes. Raises CaptureError."""
     targets_in_rows(graph)
-    notes = dropped_checks_note(graph, source_of)
+    notes = dropped_checks_note(graph)
     leave_out_checks(graph)
     write_known_values(graph)
-    set_data_in_place(graph, source_of)
+    set_data_in_place(graph)
     follow_selected_rows(graph)
-    trace_errors.refuse_values(graph, source_of)
+    trace_errors.refuse_values(graph)
     return notes
 
 
@@ -177,7 +177,7 @@ COUNTED: Final = "_lower_version_count_by_1"
 """Dynamo's call after such a write, by which torch's version counter ignores it."""
 
 
-def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) -> None:
+def set_data_in_place(module: GraphModule) -> None:
     """Rewrite the assignments of a trace in place. Raises CaptureError."""
     setters = [node for node in module.graph.nodes if node.target in SETTERS and len(node.args) == 2]
     if not setters:
@@ -205,11 +205,7 @@ def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
     shape = x.meta["example_value"].shape  # that of the assigned value
     if isinstance(held_there, Tensor) and held_there.shape != shape:
         return f"of shape {list(held_there.shape)}, to one of shape {list(shape)}"
-    behind = False
-    later = set[Node]()
-    for one in module.graph.nodes:
-        behind = behind or one is node
-        later |= {one} if behind else set()
+    later = {*dropwhile(lambda one: one is not node, module.graph.nodes)}
     held = [one for one in module.graph.nodes if one.op in ("get_attr", "placeholder") and one is not x]
     if any(_memory(one) == _memory(y) for one in held if isinstance(one.meta.get("example_value"), Tensor)):
         return "to the memory of another tensor that it holds or is given"
@@ -260,7 +256,7 @@ def traced_ctc() -> AbstractContextManager[None]:
 
 def targets_in_rows(module: GraphModule) -> None:
     """Give each such loss of a torch-level graph its targets in rows. A loss whose targets are selected in another way is left as it is."""
-    for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
+    for body in bodies_of(module):
         for node in body.graph.nodes:
             if getattr(node.target, "overloadpacket", node.target) is torch.ops.meshc.ctc_loss:
                 _in_rows(node)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from meshc.frontend.sources import bodies_of
 from meshc.replacements import replace_targets
 
 WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -54,7 +55,7 @@ def widen_casts(module: torch.fx.GraphModule) -> None:
     def wider(argument: object) -> Any:
         return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
-    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # with checkpointed regions
+    for body in bodies_of(module):
         for node in body.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, wider)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wider)

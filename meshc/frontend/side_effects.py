@@ -29,6 +29,7 @@ from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.libraries.stock_models import is_stock_file
 from meshc.frontend.omitted_checks import omit_checks
 from meshc.frontend.read_places import ReadPlace, read_guards
+from meshc.frontend.sources import bodies_of, source_of
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 from meshc.replacements import replace_targets
@@ -79,22 +80,15 @@ class TraceObservations:
         places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not is_stock_file(place.file))
         found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
         if self.changes:
-            found.append(_changes_note(self.changes))
+            advice = (
+                "return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, as in "
+                "self.seen.add_(1)"
+            )
+            found.append(_lines_note(f"the model's code changes Python values, {LEFT_OUT} does it", self.changes, advice))
         if self.without_place:
             more = f" and {len(self.without_place) - SHOWN} more" if len(self.without_place) > SHOWN else ""
             found.append(f"{NOT_LOOKED_AT}: {', '.join(self.without_place[:SHOWN])}{more}")
         return found
-
-    def replay_output(self) -> None:
-        """Carries out the prints and logs of the last attempt."""
-        for attempt, _, _, call in self.said:
-            if attempt is self.said[-1][0]:
-                call()
-
-
-def _changes_note(changes: list[Source]) -> str:
-    advice = "return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, as in self.seen.add_(1)"
-    return _lines_note(f"the model's code changes Python values, {LEFT_OUT} does it", changes, advice)
 
 
 def _lines_note(what: str, places: Sequence[Source], advice: str) -> str:
@@ -103,10 +97,9 @@ def _lines_note(what: str, places: Sequence[Source], advice: str) -> str:
     return "\n".join([what, *lines[:SHOWN], *more, f"  what to do: {advice}"])
 
 
-def dropped_checks_note(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
+def dropped_checks_note(module: torch.fx.GraphModule) -> list[str]:
     """A note of the user's lines that assert something of tensor values, which a program leaves out; [] if there are none."""
-    bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # with checkpointed regions
-    nodes = [node for body in bodies for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
+    nodes = [node for body in bodies_of(module) for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not is_stock_file(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
     return [_lines_note(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
@@ -127,7 +120,7 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
 
         item = (ids >= 0).all().item();  one = sym_ite(item, 1, 0);  _assert_scalar(one >= 1, ...)
     """
-    for body in [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]:
+    for body in bodies_of(module):
         for node in [node for node in body.graph.nodes if _name(node.target).partition(".")[0] == ASSERTS[-1]]:
             erase_dead_code(node)
         body.recompile()
@@ -186,7 +179,9 @@ def observe_side_effects() -> Iterator[TraceObservations]:
         try:
             yield seen
         finally:
-            seen.replay_output()
+            for attempt, _, _, call in seen.said:
+                if attempt is seen.said[-1][0]:  # the last one
+                    call()
 
 
 def _nothing() -> Any:

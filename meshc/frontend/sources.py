@@ -1,13 +1,19 @@
-"""Source location of a traced node in the user's model: file, line, and the module calls around it."""
+"""Source location of a traced node in the user's model: file, line, and the module calls around it; all graphs of a captured one."""
 
 from __future__ import annotations
 
 import re
 
-from torch.fx import Node
+from torch import nn
+from torch.fx import GraphModule, Node
 
 from meshc.frontend.frames import is_users
 from meshc.ir import Source
+
+
+def bodies_of(module: nn.Module) -> list[GraphModule]:
+    """A captured graph and the graphs inside it, such as checkpointed regions."""
+    return [body for body in module.modules() if isinstance(body, GraphModule)]
 
 
 def source_of(node: Node) -> Source:

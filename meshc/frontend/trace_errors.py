@@ -22,6 +22,7 @@ from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.known_outcomes import is_sized_by_values
 from meshc.frontend.selected_places import is_by_mask, is_unbacked
 from meshc.frontend.selected_rows import STOPPED
+from meshc.frontend.sources import bodies_of, source_of
 from meshc.ir import Source
 from meshc.private import FakeTensor, HigherOrderOperator
 
@@ -255,7 +256,7 @@ def explain_error(error: Exception, signature: Callable[..., object], args: Sequ
     return CaptureError(f"the model cannot be traced as one graph: {reason}{where}\n  what to do: {advice}")
 
 
-def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+def refuse_no_gradient(error: RuntimeError, graph: GraphModule) -> None:
     """Raises CaptureError if autograd reached an operator without a gradient: one of the user's, or the backward of another."""
     found = re.search(r"backward through (\S+) but no autograd formula|derivative for '?([\w:]+)'? is not implemented", str(error))
     if found is None:
@@ -278,14 +279,13 @@ def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Calla
     ) from error
 
 
-def refuse_changed(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+def refuse_changed(error: RuntimeError, graph: GraphModule) -> None:
     """Raises CaptureError, with the lines of such changes, if backward reads a value that the model has changed in place since."""
     found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]", str(error))
     if found is None:
         return
     shape = tuple(int(size) for size in found[1].split(",") if size.strip())
-    bodies = [child for child in graph.modules() if isinstance(child, GraphModule)]
-    pairs = [(node, changed_operand(node)) for body in bodies for node in body.graph.nodes]
+    pairs = [(node, changed_operand(node)) for body in bodies_of(graph) for node in body.graph.nodes]
     lines = dict.fromkeys(f"\n  {_place(source_of(node))}" for node, operand in pairs if operand is not None and _shape(operand) == shape)
     raise CaptureError(
         f"the model changes a tensor of shape {list(shape)} in place that backward reads{''.join(lines)}\n"
@@ -342,9 +342,17 @@ def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
     return users[-1] if users else None
 
 
-def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+def refuse_values(graph: GraphModule) -> None:
     """Raises CaptureError, with each first such call, if a value or a size of the graph depends on tensor values."""
-    faults = [_content(node, source_of) for node in (*_unbacked_calls(graph), *_by_values(graph), *_branching(graph))]
+    calls = [node for body in bodies_of(graph) for node in body.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    unbacked = [node for node in calls if is_unbacked(node) and not any(map(is_unbacked, node.all_input_nodes))]
+    by_values = [node for node in calls if node.op != "call_module" and _is_by_values(node) and not is_unbacked(node)]
+    branching = [
+        node
+        for node in graph.graph.nodes
+        if isinstance(node.target, HigherOrderOperator) and re.search(_BRANCHES, node.target.name())
+    ]
+    faults = [_content(node) for node in (*unbacked, *by_values, *branching)]
     if faults:
         raise CaptureError(
             "the model cannot be compiled, since tensors decide what it computes:\n  "
@@ -353,31 +361,13 @@ def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> No
         )
 
 
-def _unbacked_calls(graph: GraphModule) -> Iterator[Node]:
-    """Calls with such a result whose operands have none."""
-    for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
-        for node in body.graph.nodes:
-            if node.op in ("call_function", "call_method", "call_module") and is_unbacked(node):
-                if not any(is_unbacked(operand) for operand in node.all_input_nodes):
-                    yield node
+def _is_by_values(node: Node) -> bool:
+    """Whether values say of what size the result is, although a trace has given it one."""
+    sized = is_sized_by_values(node) and _name(node) != "getitem" and node.kwargs.get("output_size") is None
+    return sized or is_by_mask(node) or re.search(_BY_VALUES, _name(node)) is not None
 
 
-def _by_values(graph: GraphModule) -> Iterator[Node]:
-    for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
-        for node in body.graph.nodes:
-            sized = is_sized_by_values(node) and _name(node) != "getitem" and node.kwargs.get("output_size") is None
-            by_values = re.search(_BY_VALUES, _name(node)) or sized or is_by_mask(node)
-            if node.op in ("call_function", "call_method") and by_values and not is_unbacked(node):
-                yield node
-
-
-def _branching(graph: GraphModule) -> Iterator[Node]:
-    for node in graph.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and re.search(_BRANCHES, node.target.name()):
-            yield node
-
-
-def _content(node: Node, source_of: Callable[[Node], Source]) -> str:
+def _content(node: Node) -> str:
     name = _name(node)
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
@@ -419,7 +409,7 @@ def refuse_change_in_place(kind: str, name: str, trainable: Collection[str]) -> 
         )
 
 
-def refuse_array(graph: GraphModule, target: str, source_of: Callable[[Node], Source]) -> None:
+def refuse_array(graph: GraphModule, target: str) -> None:
     """Refuses a numpy array that is no argument: in a trace it is a tensor without values. Raises CaptureError."""
     held = getattr(graph, target)
     reader = next((user for node in graph.graph.find_nodes(op="get_attr", target=target) for user in node.users), None)

@@ -101,10 +101,7 @@ class TracedFunction:
     @cached_property
     def parameters(self) -> list[inspect.Parameter] | None:
         """The signature's parameters, read once; None where Python has no signature."""
-        try:
-            return list(inspect.signature(self.signature).parameters.values())
-        except (TypeError, ValueError):
-            return None
+        return _parameters(self.signature)
 
 
 def traced_step(step: TrainStep) -> TracedFunction:
@@ -210,7 +207,7 @@ class StepSignature:
     """
 
     def __init__(self, forward: Function, loss: Function) -> None:
-        mine, theirs = _parameters(forward), _parameters(loss)[1:]
+        mine, theirs = _parameters(forward) or [], (_parameters(loss) or [])[1:]
         self.forward = tuple(p.name for p in mine)
         self.positional = tuple(p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
         self.star = any(p.kind is p.VAR_POSITIONAL for p in mine)
@@ -258,8 +255,8 @@ class StepSignature:
         )
 
 
-def _parameters(function: Function) -> list[inspect.Parameter]:
+def _parameters(function: Function) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
     except (TypeError, ValueError):
-        return []
+        return None
