@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.ir import trees
 from meshc.ir.schemas import written_operands
-from meshc.optimizer.optimizer_set import Optimizers, refuse_shared
+from meshc.optimizer.optimizer_set import Optimizers, parameters_of, refuse_shared
 from meshc.optimizer.spec import token, without_hooks
 from meshc.package import FOLDER
 from meshc.private import OpOverload, TorchDispatchMode
@@ -59,7 +59,7 @@ def find_optimizers(given: object, name_of: NameOf) -> Optimizers:
     found = [_single_optimizer(one, name_of) for one in ones]
     members = tuple(member for one in found for member in one.members)
     refuse_shared(members, name_of)
-    stepped = {id(p) for member in members for group in member.param_groups for p in group["params"]}
+    stepped = {*map(id, parameters_of(members))}
     idle = tuple((p, who) for one in found for p, who in one.idle if id(p) not in stepped)
     return Optimizers(members, tuple(wrapper for one in found for wrapper in one.wrappers), idle)
 
@@ -132,7 +132,7 @@ class _WrapperTrial:
         self.optimizers = [one for one in (wrapper, *inside.values()) if isinstance(one, torch.optim.Optimizer)]
         self.nested = {id(one) for one in inside.values() if inner_optimizers(one)}
         self.called: list[torch.optim.Optimizer] = []
-        self.parameters = {id(p): p for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        self.parameters = {id(p): p for p in parameters_of(self.optimizers)}
         self.samples: dict[int, nn.Parameter] = {}
         self.gradients: dict[int, Tensor] = {}
         for index, (key, parameter) in enumerate(self.parameters.items()):
@@ -180,13 +180,8 @@ class _WrapperTrial:
         raise CompileError(f"{self.name}.step calls the step of none of the optimizers that it holds ({held})\n{self._advice()}")
 
     def _idle(self, stepping: list[torch.optim.Optimizer]) -> tuple[tuple[Tensor, str], ...]:
-        return tuple(
-            (p, type(one).__qualname__)
-            for one in self.optimizers
-            if one not in stepping
-            for group in one.param_groups
-            for p in group["params"]
-        )
+        others = [one for one in self.optimizers if one not in stepping]
+        return tuple((p, type(one).__qualname__) for one in others for p in parameters_of([one]))
 
     def _advice(self) -> str:
         bases = type(self.wrapper).__mro__[1:]
@@ -208,14 +203,10 @@ class _WrapperTrial:
             )
         if original in self.called:
             raise CompileError(f"{self.name}.step steps {name} twice: a compiled step updates each parameter once\n{self._advice()}")
-        for group in original.param_groups:
-            for parameter in group["params"]:
-                if self.samples[id(parameter)].grad is not self.gradients[id(parameter)]:
-                    self.writes.found.append(f"it replaces the gradient of {self.name_of(parameter)}")
+        for parameter in parameters_of([original]):
+            if self.samples[id(parameter)].grad is not self.gradients[id(parameter)]:
+                self.writes.found.append(f"it replaces the gradient of {self.name_of(parameter)}")
         self.called.append(original)
-
-    def has_stepped(self, parameter: int) -> bool:
-        return any(id(p) == parameter for one in self.called for group in one.param_groups for p in group["params"])
 
     def _numbers(self) -> list[Hashable]:
         """Numbers of the original optimizers, to detect that the step reached them through the copy."""
@@ -322,7 +313,7 @@ class _Writes(TorchDispatchMode):
                 f"a compiled step would leave that out\n{self.trial._advice()}"
             )
         key, what = self.of[memory]
-        if what and self.trial.has_stepped(key):
+        if what and key in map(id, parameters_of(self.trial.called)):
             return  # gradients that are cleared after the step
         name = self.trial.name_of(self.trial.parameters[key])
         text = f"it writes to {what}{name}{_line()}"

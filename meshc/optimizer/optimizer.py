@@ -32,9 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshc.errors import CompileError, StateError
 from meshc.optimizer import group_counts
 from meshc.optimizer.emit import update_nodes
-from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of, with_wrappers
+from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of, parameters_of, with_wrappers
 from meshc.optimizer.registered_updates import UPDATES, with_registered_update
-from meshc.optimizer.slots import fresh_slots, is_copy, private_copy, sample_shape, written_numbers
+from meshc.optimizer.slots import fresh_slots, is_copy, private_copy, sample_shape, with_one_group, written_numbers
 from meshc.optimizer.spec import (
     AS_IT_IS,
     FIRST,
@@ -122,8 +122,8 @@ def describe(optimizer: AnyOptimizer, keeping: Training = AS_IT_IS) -> Optimizer
     for member in members_of(optimizer):
         _refuse(member)
         with _stepping_alone(member):
-            found = _groups(with_registered_update(member), keeping)
-        groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
+            first, inner = len(groups), with_registered_update(member)
+            groups += [_group(with_one_group(inner, group), i, first + i, keeping) for i, group in enumerate(inner.param_groups)]
     name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
     idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
     return OptimizerSpec(name, tuple(groups), guarded_key(optimizer, [g.guards for g in groups]), idle)
@@ -147,34 +147,31 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
 
 
-def _groups(optimizer: torch.optim.Optimizer, keeping: Training) -> list[GroupSpec]:
-    groups: list[GroupSpec] = []
-    name = type(optimizer).__qualname__
-    for i, group in enumerate(optimizer.param_groups):
-        kind = kind_of(optimizer, group)
-        params = tuple(group["params"])
-        written = written_numbers(optimizer, i)
-        names = tuple(number for number in group_numbers(optimizer, group) if number not in written)
-        flags = group_flags(optimizer, group)
-        fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
-        slots: list[tuple[Slot, ...]] = []
-        traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
-        guards: list[NumberGuard] = [NumberGuard("weight_decay", "!=")] if kind != "other" else []
-        if kind == "other" and any(p.is_complex() for p in params):
-            raise CompileError(f"{name}: group {i} has complex parameters, which only Adam, AdamW and SGD take here.")
-        if kind == "other" and not is_torchs_own(optimizer):
-            check_against_itself(optimizer, i, written)
-        for p in params:
-            signature = (tuple(p.shape), keeping.compute_dtype(p.dtype))
-            if signature not in fresh:
-                fresh[signature] = fresh_slots(optimizer, i, *signature) + group_counts.slots(written, group)
-                if kind == "other":
-                    traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
-                    guards += [g for g in found if g not in guards]
-            stored = keeping.stored_slots(fresh[signature], tuple(p.shape), p.dtype)
-            slots.append(_with_values(stored, optimizer.state.get(p), name, keeping, p.dtype))
-        groups.append(GroupSpec(i, kind, name, flags, names, tuple(guards), params, tuple(slots), traced, keeping))
-    return groups
+def _group(optimizer: torch.optim.Optimizer, position: int, index: int, keeping: Training) -> GroupSpec:
+    """The specification of an optimizer's one group; `position`: that of the group in the whole optimizer."""
+    (group,), name = optimizer.param_groups, type(optimizer).__qualname__
+    kind, params = kind_of(optimizer, group), tuple(group["params"])
+    written = written_numbers(optimizer)
+    names = tuple(number for number in group_numbers(optimizer, group) if number not in written)
+    fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
+    slots: list[tuple[Slot, ...]] = []
+    traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
+    guards: list[NumberGuard] = [NumberGuard("weight_decay", "!=")] if kind != "other" else []
+    if kind == "other" and any(p.is_complex() for p in params):
+        raise CompileError(f"{name}: group {position} has complex parameters, which only Adam, AdamW and SGD take here.")
+    if kind == "other" and not is_torchs_own(optimizer):
+        check_against_itself(optimizer, written)
+    for p in params:
+        signature = (tuple(p.shape), keeping.compute_dtype(p.dtype))
+        if signature not in fresh:
+            fresh[signature] = fresh_slots(optimizer, *signature) + group_counts.slots(written, group)
+            if kind == "other":
+                traced[signature], found = trace_update(optimizer, *signature, fresh[signature])
+                guards += [g for g in found if g not in guards]
+        stored = keeping.stored_slots(fresh[signature], tuple(p.shape), p.dtype)
+        slots.append(_with_values(stored, optimizer.state.get(p), name, keeping, p.dtype))
+    flags = group_flags(optimizer, group)
+    return GroupSpec(index, kind, name, flags, names, tuple(guards), params, tuple(slots), traced, keeping)
 
 
 def _with_values(
@@ -216,8 +213,7 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
     `params` maps an old parameter to the new one; `states` maps a parameter, old or new, to its slots by name. Order, other entries of the
     groups, and state that is not replaced stay; hidden slots are left out, so that `optimizer.state` has torch's own form.
     """
-    known = [p for group in optimizer.param_groups for p in group["params"]]
-    replaced = {id(p): params.get(p, p) for p in known}
+    replaced = {id(p): params.get(p, p) for p in parameters_of([optimizer])}
     new = {id(p) for p in replaced.values()}
     strangers = [p for p in params if id(p) not in replaced] + [p for p in states if id(p) not in replaced and id(p) not in new]
     if strangers:
@@ -258,44 +254,44 @@ _WITHIN = 1e-5
 """Relative tolerance: of a parameter's largest change, or of the largest magnitude of a state."""
 
 
-def check_against_itself(optimizer: torch.optim.Optimizer, index: int, written: Sequence[str]) -> None:
-    """Raises CompileError where steps of group `index` differ from their trace. `written`: the numbers of the group that a step sets."""
-    shapes = _sample_shapes(optimizer, index)
+def check_against_itself(optimizer: torch.optim.Optimizer, written: Sequence[str]) -> None:
+    """Raises CompileError where steps of the one group differ from their trace. `written`: the numbers of the group that a step sets."""
+    shapes = _sample_shapes(optimizer)
     if not shapes:
         return
-    pair = _Pair(optimizer, index, written, shapes)
+    pair = _Pair(optimizer, written, shapes)
     for _ in range(_STEPS):
         pair.step()
     pair.compare()
     pair.compare_behind_a_gradient_that_is_not_finite()
 
 
-def _sample_shapes(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[int, ...]]:
+def _sample_shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
     """Shapes of two parameters or more, one for each number of dims that occurs in the group."""
-    params = optimizer.param_groups[index]["params"]
+    params = optimizer.param_groups[0]["params"]
     firsts = [next(p for p in params if p.dim() == rank) for rank in sorted({p.dim() for p in params})]
-    shapes = [sample_shape(optimizer, index, tuple(p.shape), torch.float64) for p in firsts]
+    shapes = [sample_shape(optimizer, tuple(p.shape), torch.float64) for p in firsts]
     return [shape for shape in (shapes * 2)[: max(2, len(shapes))] if math.prod(shape)]
 
 
 class _Pair:
     """Small parameters of one group, stepped by the optimizer's own code, and the same parameters updated one by one by its trace."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: int, written: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, written: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         self.name = type(optimizer).__qualname__
         self.generator = torch.Generator().manual_seed(0)
         self.eager = [torch.nn.Parameter(self._draw(shape)) for shape in shapes]
-        self.twin = private_copy(optimizer, index, self.eager[0], {}, defaultdict(dict))
+        self.twin = private_copy(optimizer, self.eager[0], {}, defaultdict(dict))
         self.twin.param_groups[0]["params"] = self.eager
-        self.given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[index].items()}
+        self.given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[0].items()}
         self.mine = [p.detach().clone() for p in self.eager]
-        counts = group_counts.slots(written, optimizer.param_groups[index])
-        self.slots = [fresh_slots(optimizer, index, shape, torch.float64) + counts for shape in shapes]
+        counts = group_counts.slots(written, optimizer.param_groups[0])
+        self.slots = [fresh_slots(optimizer, shape, torch.float64) + counts for shape in shapes]
         traced = {
-            (shape, torch.float64): trace_update(optimizer, index, shape, torch.float64, slots)[0]
+            (shape, torch.float64): trace_update(optimizer, shape, torch.float64, slots)[0]
             for shape, slots in zip(shapes, self.slots, strict=True)
         }
-        self.spec = GroupSpec(index, "other", self.name, (), tuple(self.given), (), (), (), traced)
+        self.spec = GroupSpec(0, "other", self.name, (), tuple(self.given), (), (), (), traced)
         self.states = [{slot.name: slot.initial(p) for slot in slots} for slots, p in zip(self.slots, self.mine, strict=True)]
         self.start = [p.clone() for p in self.mine]
 

@@ -5,7 +5,7 @@ Groups are numbered consecutively over all members: of `[muon, adamw]` with a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ class Optimizers:
 AnyOptimizer = torch.optim.Optimizer | Optimizers
 
 
+def parameters_of(optimizers: Iterable[AnyOptimizer]) -> Iterator[Tensor]:
+    """The parameters in the groups of these optimizers, in order."""
+    return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
+
+
 def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
 
@@ -54,7 +59,7 @@ def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[T
     faults = []
     alike = len({type(member) for member in members}) < len(members)
     for index, member in enumerate(members):
-        who = type(member).__qualname__ + (f" (optimizer {index})" if alike and len(members) > 1 else "")
+        who = type(member).__qualname__ + (f" (optimizer {index})" if alike else "")
         for position, group in enumerate(member.param_groups):
             where = f"group {position} of {who}"
             for parameter in group["params"]:

@@ -26,16 +26,22 @@ def is_copy(optimizer: torch.optim.Optimizer) -> bool:
     return optimizer in _COPIES
 
 
+def with_one_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer with this one of its groups alone, and the state of all; the functions below take such optimizers."""
+    found: torch.optim.Optimizer = object.__new__(type(optimizer))
+    found.__dict__.update({**vars(optimizer), "param_groups": [group]})
+    return found
+
+
 def private_copy(
     optimizer: torch.optim.Optimizer,
-    index: int,
     param: Tensor,
     entries: Mapping[str, float | Tensor],
     state: defaultdict[Tensor, Any],
 ) -> torch.optim.Optimizer:
-    """A `fresh_copy` with one group and one parameter. `entries`: numbers, by name, in the place of the group's own."""
+    """A `fresh_copy` with one parameter, of an optimizer with one group. `entries`: numbers, by name, in the place of the group's own."""
     twin = fresh_copy(optimizer, defaultdict(lambda: param))
-    group = {name: value for name, value in twin.param_groups[index].items() if name not in ("params", "param_names")}
+    group = {name: value for name, value in twin.param_groups[0].items() if name not in ("params", "param_names")}
     for name, value in group.items():
         if isinstance(value, tuple | list):
             value = type(value)(entries.get(f"{name}_{i}", v) for i, v in enumerate(value))
@@ -101,17 +107,17 @@ class _FirstValueRecorder(dict):
     update = MutableMapping.update
 
 
-def _sample_step(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> torch.optim.Optimizer:
+def _sample_step(optimizer: torch.optim.Optimizer, param: Tensor, seed: int) -> torch.optim.Optimizer:
     """A copy that has stepped `param`, or, of torch's own classes, has created its state. With seed 2 the group's floats differ too."""
     others = {} if seed != 2 else {
         name: 0.75 * value
-        for name, value in group_numbers(optimizer, optimizer.param_groups[index]).items()
+        for name, value in group_numbers(optimizer, optimizer.param_groups[0]).items()
         if not isinstance(value, int)  # for instance a block length
     }
     generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
     drawn = None if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64)
     try:
-        twin = private_copy(optimizer, index, param, others, defaultdict(_FirstValueRecorder))
+        twin = private_copy(optimizer, param, others, defaultdict(_FirstValueRecorder))
         param.grad = torch.empty_like(param) if drawn is None else drawn.to(param.dtype)
         with torch.no_grad():
             if is_torchs_own(optimizer):
@@ -131,25 +137,25 @@ def create_state(twin: torch.optim.Optimizer) -> None:
     init_group(twin.param_groups[0], *([] for _ in lists))
 
 
-def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
+def fresh_slots(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
     """The slots of a parameter that has not stepped, from the class's own initialisation on small tensors and on fake ones."""
-    if kind_of(optimizer, optimizer.param_groups[index]) == "sgd":
-        if optimizer.param_groups[index]["momentum"] == 0:
+    if kind_of(optimizer, optimizer.param_groups[0]) == "sgd":
+        if optimizer.param_groups[0]["momentum"] == 0:
             return ()
         return (
             Slot("momentum_buffer", "like_param", shape, dtype, 0.0, from_first_step=True),
             Slot(FIRST, "scalar", (), torch.float32, 1.0),
         )
-    small = sample_shape(optimizer, index, shape, dtype)
+    small = sample_shape(optimizer, shape, dtype)
     born: list[tuple[Tensor, dict[str, object]]] = []
     for seed in (1, 2):
         values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         param = torch.nn.Parameter(values.to(dtype))
         before = param.detach().clone()
-        born.append((before, _initial_state(optimizer, index, param, seed)))
-    full = _initial_state_at(optimizer, index, shape, dtype, born[0][1], small)
-    wide = _initial_state_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
-    known_squares = is_torchs_own(optimizer) or kind_of(optimizer, optimizer.param_groups[index]) != "other"
+        born.append((before, _initial_state(optimizer, param, seed)))
+    full = _initial_state_at(optimizer, shape, dtype, born[0][1], small)
+    wide = _initial_state_at(optimizer, (3,), dtype, {}, ()) if shape == () else full
+    known_squares = is_torchs_own(optimizer) or kind_of(optimizer, optimizer.param_groups[0]) != "other"
     slots: list[Slot] = []
     for name, value in full.items():
         if not isinstance(value, Tensor | int | float):
@@ -178,33 +184,32 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
     return tuple(slots)
 
 
-def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
+def written_numbers(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the group's numbers that a step sets; none for torch's own classes."""
-    group = optimizer.param_groups[index]
+    group = optimizer.param_groups[0]
     if is_torchs_own(optimizer) or kind_of(optimizer, group) != "other" or not group["params"]:
         return []
     first = group["params"][0]
-    shape = sample_shape(optimizer, index, tuple(first.shape), first.dtype)
-    twin = _sample_step(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=first.dtype)), 1)
+    shape = sample_shape(optimizer, tuple(first.shape), first.dtype)
+    twin = _sample_step(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=first.dtype)), 1)
     watched = cast(WriteTrackingGroup, twin.param_groups[0])
-    return [name for name in numbers(optimizer)[index] if name in watched.written]
+    return [name for name in numbers(optimizer)[0] if name in watched.written]
 
 
-def sample_shape(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+def sample_shape(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of a small sample in the place of a parameter of `shape`: a few rows, or `shape` itself where the optimizer cannot step so
     few (it splits rows into blocks). Raises CompileError if the optimizer can step neither."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
     try:
-        _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
+        _initial_state(optimizer, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
     except CompileError:
-        _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+        _initial_state(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
         return shape
     return small
 
 
 def _initial_state_at(
     optimizer: torch.optim.Optimizer,
-    index: int,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     known: dict[str, object],
@@ -215,15 +220,15 @@ def _initial_state_at(
         return known
     if is_torchs_own(optimizer):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _initial_state(optimizer, index, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
+            return _initial_state(optimizer, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
     if known and all(not isinstance(v, Tensor) or tuple(v.shape) in ((), small) for v in known.values()):
         return {n: torch.empty(shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) and v.dim() else v for n, v in known.items()}
-    return _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+    return _initial_state(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
 
 
-def _initial_state(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
+def _initial_state(optimizer: torch.optim.Optimizer, param: Tensor, seed: int) -> dict[str, object]:
     """State entries of `param` as the class creates them."""
-    twin = _sample_step(optimizer, index, param, seed)
+    twin = _sample_step(optimizer, param, seed)
     return twin.state[param].first if param in twin.state else {}
 
 

@@ -34,10 +34,10 @@ _MAX_BRANCHES = 5  # each doubles the paths
 
 
 def trace_update(
-    optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
 ) -> tuple[TracedUpdate, list[NumberGuard]]:
     guards: list[NumberGuard] = []
-    raw = group_numbers(optimizer, optimizer.param_groups[index])
+    raw = group_numbers(optimizer, optimizer.param_groups[0])
     counted = {number_of(slot) for slot in slots}
     present = {name: value.item() if isinstance(value, Tensor) else value for name, value in raw.items() if name not in counted}
     state = tuple(key_of("state", slot.name) for slot in slots)
@@ -53,7 +53,7 @@ def trace_update(
                     "to step. Use torch.where, torch.maximum, torch.clamp instead of if, max, min."
                 )
             try:
-                return _one_path(optimizer, index, given, slots, present, decisions, guards)
+                return _one_path(optimizer, given, slots, present, decisions, guards)
             except UndecidedBranch as branch:
                 condition = branch.condition
             then, otherwise = explore((*decisions, True)), explore((*decisions, False))
@@ -80,7 +80,6 @@ def trace_update(
 
 def _one_path(
     optimizer: torch.optim.Optimizer,
-    index: int,
     given: Mapping[str, Tensor],
     slots: Sequence[Slot],
     present: Mapping[str, float],
@@ -103,7 +102,7 @@ def _one_path(
         first = given[key_of("state", FIRST)] != 0
         with mode:
             if is_torchs_own(optimizer):
-                fresh = private_copy(optimizer, index, param, hyper, defaultdict(dict))
+                fresh = private_copy(optimizer, param, hyper, defaultdict(dict))
                 create_state(fresh)
                 created = fresh.state[param]
             else:
@@ -122,7 +121,7 @@ def _one_path(
             mode.number(tensor)
         elif slot.shape == "scalar":
             mode.scalar_state[id(tensor)] = tensor
-    twin = private_copy(optimizer, index, param, hyper, defaultdict(dict, {param: state}))
+    twin = private_copy(optimizer, param, hyper, defaultdict(dict, {param: state}))
     watched = _snapshot(twin)
     with mode:
         without_hooks(type(twin).step)(twin)

@@ -31,7 +31,7 @@ from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes
 from meshc.optimizer.registered_updates import UPDATES
-from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape
+from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape, with_one_group
 from meshc.optimizer.spec import kind_of
 
 _SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] = weakref.WeakKeyDictionary()
@@ -74,11 +74,12 @@ def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
         return True
     if inner_optimizers(optimizer):
         return False  # wrapped optimizers step by their own `step`
-    for index, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
+        alone = with_one_group(optimizer, group)
         signatures = {(tuple(p.shape), p.dtype) for p in group["params"]} if kind_of(optimizer, group) == "other" else ()
         try:
-            samples = {(sample_shape(optimizer, index, *one), one[1]) for one in signatures}
-            if any(slot.shape == "other" for one in samples for slot in fresh_slots(optimizer, index, *one)):
+            samples = {(sample_shape(alone, *one), one[1]) for one in signatures}
+            if any(slot.shape == "other" for one in samples for slot in fresh_slots(alone, *one)):
                 return True
         except CompileError:
             return False  # a closure, or anything else that a sample does not show
