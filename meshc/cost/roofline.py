@@ -13,8 +13,9 @@ slower by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -77,6 +78,12 @@ def grows_never(node: Node, index: int) -> bool:
 def seconds(node: Node, device: Device) -> float:
     """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, for collectives and copies (`cost.links`)."""
     return price(node, device).seconds()
+
+
+def start_seconds(nodes: Iterable[Node], device: Device) -> dict[Node, float]:
+    """Start of each node in seconds, if the device runs nodes one after another and never waits."""
+    nodes = list(nodes)
+    return dict(zip(nodes, accumulate((seconds(node, device) for node in nodes), initial=0.0), strict=False))
 
 
 def price(node: Node, device: Device, grows: Grows = grows_never) -> Price:

@@ -19,6 +19,7 @@ from meshc.ir.nodes import (
     local_bytes,
     op_name,
     operands,
+    phase_of,
     record,
     records,
     runs_on_host,
@@ -29,6 +30,6 @@ from meshc.ir.nodes import (
 
 __all__ = [
     "KEY", "PHASES", "Record", "Source", "calls", "calls_of", "comparison_key", "has_record", "is_getitem", "is_integer",
-    "is_tensor", "leaves", "local_bytes", "op_name", "operands", "record", "records", "runs_on_host", "set_record", "update",
-    "value_of",
+    "is_tensor", "leaves", "local_bytes", "op_name", "operands", "phase_of", "record", "records", "runs_on_host", "set_record",
+    "update", "value_of",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
@@ -79,6 +80,13 @@ def computable_from(graph: Graph, nodes: Collection[Node], through: Callable[[No
             if through(node):
                 usable.add(node)
     return found
+
+
+def put_in_order(nodes: Iterable[Node]) -> None:
+    """Moves nodes, in this order, right behind the first of them."""
+    for before, node in pairwise(nodes):
+        if before.next is not node:
+            before.append(node)
 
 
 def last_reads(nodes: Iterable[Node]) -> dict[Node, Node]:

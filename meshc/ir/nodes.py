@@ -104,8 +104,14 @@ def set_record(node: Node, value: Record | tuple[Record, ...]) -> None:
 
 
 def update(node: Node, **changes: Any) -> None:
-    """Replace fields of the record of a node that makes one value."""
-    node.meta[KEY] = like(record(node), **changes)
+    """Replace fields of the records of all results of a node."""
+    found = node.meta[KEY]
+    node.meta[KEY] = tuple(like(one, **changes) for one in found) if isinstance(found, tuple) else like(found, **changes)
+
+
+def phase_of(node: Node) -> str:
+    """The phase of a call; "" for other nodes, and for calls without a result."""
+    return records(node)[0].phase if node.op == "call_function" and node.meta.get(KEY) else ""
 
 
 def is_getitem(node: Node) -> bool:
@@ -162,7 +168,7 @@ def calls(graph: Graph) -> Iterator[Node]:
 
 def calls_of(graph: Graph, phase: str) -> list[Node]:
     """All call_function nodes of a phase, getitem too, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == phase]
+    return [node for node in graph.nodes if phase_of(node) == phase]
 
 
 def op_name(node: Node) -> str:

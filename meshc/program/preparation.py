@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch.fx import Node
 
@@ -32,9 +34,9 @@ def _as_stored(value: Node) -> bool:
     return lays_out and all(map(_as_stored, value.all_input_nodes))
 
 
-def move_operands_before(node: Node, before: Node) -> None:
-    """Moves a node's ancestors before `before`, those that are not there yet."""
+def move_operands_before(node: Node, before: Node, stays: Collection[Node] = ()) -> None:
+    """Moves a node's ancestors before `before`, those that are not there yet, except those in `stays`."""
     for operand in node.all_input_nodes:
-        if operand.op != "placeholder" and not operand < before:
-            move_operands_before(operand, before)
+        if operand > before and operand not in stays:
+            move_operands_before(operand, before, stays)
             before.prepend(operand)

@@ -15,9 +15,8 @@ or exchanged. The position of a matrix in the stack follows from the order in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from typing import Final
 
@@ -26,7 +25,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from meshc.ir import KEY, Record, is_integer, is_tensor, local_bytes, record, records, set_record, spmd, update
-from meshc.ir.graph import descendants_of
+from meshc.ir.graph import descendants_of, put_in_order
+from meshc.ir.layouts import all_coordinates
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.lower.whole_chains import Chain, ChainOperand, stored_sharding
 from meshc.passes.partition.builder import Builder
@@ -82,9 +82,7 @@ class ChainGroup:
         """Replaces the chains by the division, and erases them."""
         last = divided.nodes[-1]
         readers = {node for node in self._behind() if node < last}
-        for node in sorted(readers | self._made_of_what_stays(readers)):
-            last.append(node)
-            last = node
+        put_in_order([last, *sorted(readers | self._made_of_what_stays(readers))])
         for old, new in divided.instead.items():
             old.replace_all_uses_with(new)
         for chain in self.own:
@@ -143,13 +141,10 @@ class ChainGroup:
             else:
                 env[narrow] = self._distribute_operand(self._narrow_sources(sources, narrow), narrow)
         for node in model.nodes:
-            if node in env:
-                continue
-            env[node] = self.graph.create_node(
-                "call_function", node.target, map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
-            )
-            made = tuple(replace(one, sharding=None, of="") for one in records(node))
-            set_record(env[node], made if isinstance(node.meta[KEY], tuple) else made[0])
+            if node not in env:
+                env[node] = self.graph.create_node(node.op, node.target, *map_arg((node.args, node.kwargs), env.__getitem__))
+                set_record(env[node], node.meta[KEY])
+                update(env[node], sharding=None, of="")
         instead: dict[Node, Node] = {}
         for place, left in enumerate(model.leaving):
             instead |= self._return_results(env[left.value], [chain.leaving[place].kept for chain in self.members])
@@ -185,7 +180,7 @@ class ChainGroup:
         places = {member: place for place, member in enumerate(self._members(order))}
         found: dict[Node, Node] = {}
         for member, old in enumerate(kept[: len(self.own)]):
-            found[old] = self.build.emit(aten.select.int, rows, 0, places[member], sharding=stored_sharding(old))
+            found[old] = self.build.emit(aten.select.int, rows, 0, places[member])
             set_record(found[old], replace(record(old), reason=""))
         return found
 
@@ -197,14 +192,11 @@ class ChainGroup:
         split = [axis for _, _, part in like.parts() for axis in reversed(part.axes)]
         return (*(axis for axis in self.axes if axis not in split), *split)
 
-    def _members(self, order: Sequence[str]) -> Iterator[int]:
+    def _members(self, order: Sequence[str]) -> list[int]:
         """The member at each position of a stack that axes split in this order; ranks have members in the order of `axes`."""
-        for coordinates in product(*(range(self.sizes[axis]) for axis in order)):
-            at = dict(zip(order, coordinates, strict=True))
-            member = 0
-            for axis in self.axes:
-                member = member * self.sizes[axis] + at[axis]
-            yield member
+        places = [tuple(at[axis] for axis in self.axes) for at in all_coordinates(order, self.sizes)]
+        numbers = {place: number for number, place in enumerate(sorted(places))}
+        return [numbers[place] for place in places]
 
     def _stack_sharding(self, like: Sharding, axes: tuple[str, ...]) -> Sharding:
         return Sharding(((Part(MATRICES, self.ranks, axes),), *like.dims), zero=frozenset((dim + 1, part) for dim, part in like.zero))

@@ -12,14 +12,14 @@ slice operands for an update move with it, and so do the squares of its gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir import has_record, is_getitem, local_bytes, phase_of, record, runs_on_host, spmd
 from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.optim import MANY, WRITTEN
@@ -45,34 +45,40 @@ def move_updates_early(graph: Graph) -> None:
 
 def updates_amid_backward(graph: Graph) -> set[Node]:
     """Fused updates behind which backward goes on, and the last of the reductions that each reads."""
-    found: set[Node] = set()
-    order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
+    found, goes_on = set[Node](), False
     for node in reversed(graph.nodes):
         if node.target in FUSED and goes_on and not runs_on_host(node):
             gradients = ancestors_of(node.all_input_nodes, through=lambda operand: is_view(operand) or _moves(operand))
-            reductions = [gradient for gradient in gradients if gradient.target in REDUCTIONS]
-            found |= {node, *sorted(reductions, key=order.__getitem__)[-1:]}
-        goes_on |= node.op == "call_function" and not is_view(node) and not spmd.is_collective(node.target) and _of_backward(node)
+            found |= {node, max((gradient for gradient in gradients if gradient.target in REDUCTIONS), default=node)}
+        goes_on |= phase_of(node) == "backward" and not is_view(node) and not spmd.is_collective(node.target)
     return found
 
 
-def _of_backward(node: Node) -> bool:
-    return bool(records(node)) and records(node)[0].phase == "backward"
+class Positions:
+    """`index`: the position of each of a graph's nodes; `first`: that of the last placeholder."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes = list(nodes)
+        self.index = {node: index for index, node in enumerate(self.nodes)}
+        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
+        self._reductions = [node for node in self.nodes if node.target in REDUCTIONS]
+
+    def arrival(self, reduction: Node, alike: bool) -> int:
+        """The position of the next reduction, of those along the same axes if `alike`: by then a reduction has arrived."""
+        later = (self.index[one] for one in self._reductions if self.index[one] > self.index[reduction])
+        return next((at for at in later if not alike or self.nodes[at].args[1] == reduction.args[1]), len(self.nodes) - 1)
 
 
-class UpdatePlaces:
+class UpdatePlaces(Positions):
     """Earliest places of the updates of a stage in which they are not fused yet."""
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = [node for node in graph.nodes if node.op != "output"]
-        self.index = {node: index for index, node in enumerate(self.nodes)}
-        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
+        super().__init__(node for node in graph.nodes if node.op != "output")
         self.until = in_flight.waits(graph.nodes)
-        self.reductions = [node for node in self.nodes if node.target in REDUCTIONS]
         self.behind = list(self.nodes)
         """By position of each node, the last node that was moved right behind it, or the node itself."""
         self._ready: dict[Node, int] = {}
-        self._moving: dict[Node, bool] = {}
+        self._moves = cache(_moves)
 
     def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
         """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
@@ -91,8 +97,9 @@ class UpdatePlaces:
 
     def position_of(self, member: Node) -> int:
         """The position behind which a member may be placed."""
-        own = {*self._own(member), *descendants_of([member])}
-        return max(self._ready_position(member), *(self._last_read_position(root, own) for root in _written_memory(member)))
+        own = self._own(member) | descendants_of([member])
+        readers = (user for root in _written_memory(member) for user in readers_of_memory(root, _shares) if user not in own)
+        return max([self._ready_position(member), *map(self._read_position, readers)])
 
     def bring(self, members: Sequence[Node]) -> None:
         """Moves members, with the nodes computed for them, behind the latest of their places."""
@@ -113,20 +120,9 @@ class UpdatePlaces:
         self.behind = [by if node is member else node for node in self.behind]
         self.index[by] = self.index[member]
 
-    def _own(self, node: Node) -> dict[Node, None]:
+    def _own(self, node: Node) -> set[Node]:
         """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters."""
-        found, work = {node: None}, [node]
-        while work:
-            for operand in work.pop().all_input_nodes:
-                if operand not in found and self._moves(operand):
-                    found[operand] = None
-                    work.append(operand)
-        return found
-
-    def _moves(self, node: Node) -> bool:
-        if node not in self._moving:
-            self._moving[node] = _moves(node)
-        return self._moving[node]
+        return {node, *filter(self._moves, ancestors_of([node], through=lambda one: one is node or self._moves(one)))}
 
     def _ready_position(self, node: Node) -> int:
         """The position at which a value is ready if all before it run as early as they can."""
@@ -134,7 +130,7 @@ class UpdatePlaces:
             if node.op == "placeholder":
                 found = self.first
             elif node.target in REDUCTIONS:
-                found = self._arrival_position(node)
+                found = self.arrival(node, alike=True)
             elif self._moves(node):
                 found = max(map(self._ready_position, node.all_input_nodes), default=self.first)
             else:
@@ -142,20 +138,12 @@ class UpdatePlaces:
             self._ready[node] = found
         return self._ready[node]
 
-    def _arrival_position(self, reduction: Node) -> int:
-        later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
-        return next(later, len(self.nodes) - 1)
-
-    def _last_read_position(self, root: Node, own: AbstractSet[Node]) -> int:
-        """The position of the last reader of a value's memory, readers in `own` (a member's operands and results) left out."""
-        return max((self._read_position(user) for user in readers_of_memory(root, _shares) if user not in own), default=self.first)
-
     def _read_position(self, reader: Node) -> int:
         """The position at which a reader is done: a collective or a copy, once it has been waited for."""
         if not (spmd.is_collective(reader.target) or spmd.is_host_copy(reader.target)):
             return self.index[reader]
-        waits = self.until.get(reader)
-        return self.index.get(waits, len(self.nodes) - 1) if waits is not None else len(self.nodes) - 1
+        last = len(self.nodes) - 1
+        return self.index.get(self.until[reader], last) if reader in self.until else last
 
 
 def _gradient(member: Node) -> Node:
@@ -170,21 +158,18 @@ def _moves(node: Node) -> bool:
         return False
     if spmd.is_host_copy(node.target) and not (node.target is spmd.from_host and node.all_input_nodes[0].op == "placeholder"):
         return False
-    return not runs_on_host(node) and (is_getitem(node) or not records(node) or records(node)[0].phase == "update")
+    return not runs_on_host(node) and (is_getitem(node) or phase_of(node) in ("update", ""))
 
 
-def _written_memory(member: Node) -> set[Node]:
+def _written_memory(member: Node) -> list[Node]:
     """The values that own the memory which a member writes, or which stores its results."""
+
+    def lies_elsewhere(node: Node) -> bool:
+        return is_view(node) or node.target in WIDENS or spmd.is_collective(node.target)
+
     operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
-    return {root for operand in operands if isinstance(operand, Node) for root in _roots(operand)}
-
-
-def _roots(node: Node) -> Iterator[Node]:
-    if is_view(node) or node.target in WIDENS or spmd.is_collective(node.target):
-        for operand in node.all_input_nodes:
-            yield from _roots(operand)
-    else:
-        yield node
+    found = ancestors_of((one for one in operands if isinstance(one, Node)), through=lies_elsewhere)
+    return [root for root in found if not lies_elsewhere(root)]
 
 
 def _shares(user: Node) -> bool:

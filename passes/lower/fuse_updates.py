@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from meshc.ir import Record, is_getitem, records, runs_on_host
+from meshc.ir import Record, is_getitem, phase_of, records, runs_on_host
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.early_updates import UpdatePlaces
@@ -43,7 +43,7 @@ def fuse_stage_updates(stage: Stage, limit: int | None = None) -> Stage:
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
     window, turn = update_window_bytes(graph), update_windows(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in MANY and not _keeps_old_value(node):
+        if node.target in MANY and not _keeps_old_value(node):
             operands = 1 + len(WRITTEN[node.target])
             there = turn.get(node) if runs_on_host(node) else None
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, there)].append(node)
@@ -87,7 +87,7 @@ def _keeps_old_value(member: Node) -> bool:
     written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}
     chosen = [user for x in held for user in x.users if user.target is torch.ops.aten.where.self and user.args[2] in held]
-    return any(records(user)[0].phase == "update" for user in chosen)
+    return any(phase_of(user) == "update" for user in chosen)
 
 
 def _results(member: Node) -> dict[Node, Argument]:

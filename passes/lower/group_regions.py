@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Final
 
 from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, record, records, runs_on_host, spmd
-from meshc.ir.graph import ancestors_of, computable_from, copy_graph, placeholders
+from meshc.ir.graph import ancestors_of, computable_from, copy_graph, placeholders, put_in_order
 from meshc.ir.keys import is_a
 from meshc.ir.regions import is_number, microbatch_integers, set_region, why_alone, writes
 from meshc.ir.schemas import written_operands
@@ -70,12 +70,9 @@ def _place(graph: Graph, level: Mapping[Node, int], widened: Collection[Node]) -
     calls = [node for node in graph.nodes if node.op == "call_function"]
     alone = {node for node in calls if is_number(node) or node in widened or runs_alone(node, varying)}
     order = sorted(calls, key=lambda node: (0, True) if is_number(node) else (1 + level[node], node in alone))
-    order = [*placeholders(graph), *order]
-    for before, node in pairwise(order):
-        if before.next is not node:
-            before.append(node)
+    put_in_order([*placeholders(graph), *order])
     count = 0
-    together = [node for node in order if node.op == "call_function" and node not in alone]
+    together = [node for node in order if node not in alone]
     for _, members in groupby(together, level.__getitem__):
         nodes = list(members)
         numbers = layer_parts(nodes)

@@ -10,7 +10,7 @@ State in 8 bits also needs scales of its new values, which ranks may have to agr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -18,10 +18,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.ir import Record, is_getitem, local_bytes, record
-from meshc.ir.graph import call
+from meshc.ir.graph import ancestors_of, call, descendants_of
 from meshc.ops import state_rounding
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import WRITTEN
+from meshc.passes.lower.prefetch_windows import runs_within
+from meshc.program.preparation import move_operands_before
 
 WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default, torch.ops.meshc.decode_state.default)
 """Operators that widen stored state to the dtype of an update's operands."""
@@ -32,16 +34,7 @@ WIDENED_BYTES: Final = 32 << 20
 
 def split_by_widened_bytes(members: Sequence[Node]) -> Iterator[list[Node]]:
     """Members in groups of no more than `WIDENED_BYTES` of widened state."""
-    part: list[Node] = []
-    held = 0
-    for member in members:
-        size = sum(local_bytes(record(wide)) for wide in widening_nodes(member))
-        if part and held + size > WIDENED_BYTES:
-            yield part
-            part, held = [], 0
-        part.append(member)
-        held += size
-    yield part
+    return runs_within(WIDENED_BYTES, members, lambda member: sum(local_bytes(record(wide)) for wide in widening_nodes(member)))
 
 
 def widening_nodes(member: Node) -> list[Node]:
@@ -57,28 +50,26 @@ def narrowing_nodes(member: Node) -> list[Node]:
 
 def is_for_updates_only(node: Node) -> bool:
     """Whether a node widens operands of fused updates, and nothing else reads it."""
-    if node.target not in WIDENS or record(node).phase != "update":
-        return False
-    return all(user.target in WRITERS for user in node.users)
+    return node.target in WIDENS and record(node).phase == "update" and all(user.target in WRITERS for user in node.users)
 
 
 def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
     """Replaces each rounding to the stored form by one in place: just behind the update that `narrowed` names for it, otherwise behind the
     last reader of the old value."""
-    order = {node: float(place) for place, node in enumerate(graph.nodes)}
+    widened = {node for node in graph.nodes if node.target in WIDENS}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}
     for node in [node for node in graph.nodes if node.target in state_rounding.IN_PLACE]:
         old = node.args[0]
         assert isinstance(old, Node)
-        readers = [reader for reader in old.users if reader.op == "call_function" and reader in order]
-        after = narrowed.get(node) or max(readers, key=order.__getitem__)
+        after = narrowed.get(node) or max(reader for reader in old.users if reader.op == "call_function")
         between = _scale_nodes(node) if node in narrowed else []
+        stays = widened.union(between)
         for one in between:
-            _bring(one, after, order, between)
+            move_operands_before(one, after, stays)
             behind.get(after, after).append(one)
             behind[after] = one
-        _bring(node, after, order, between)
+        move_operands_before(node, after, stays)
         with graph.inserting_after(behind.get(after, after)):
             behind[after] = call(graph, Record(phase="update"), state_rounding.IN_PLACE[node.target], *node.args)
         kept[node] = old
@@ -88,28 +79,11 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
 
 def _scale_nodes(node: Node) -> list[Node]:
     """The nodes between an update's results and their rounding: scales of blocks, with the collectives that agree on them."""
-    found: dict[Node, None] = {}
-
-    def follows(one: Node) -> bool:
-        if one is node.args[1]:
-            return True
-        if one.op != "call_function" or not any([follows(operand) for operand in one.all_input_nodes]):
-            return False
-        found[one] = None
-        return True
-
-    for operand in node.all_input_nodes:
-        follows(operand)
-    return list(found)
+    result = node.args[1]
+    assert isinstance(result, Node)
+    return sorted((ancestors_of([node], through=lambda one: one is not result).keys() & descendants_of([result])) - {node, result})
 
 
-def _bring(node: Node, after: Node, order: dict[Node, float], between: Collection[Node]) -> None:
-    """Moves the operands of `node` (a tile's position) to before `after`."""
-    for operand in node.all_input_nodes:
-        if order[operand] > order[after] and operand.target not in WIDENS and operand not in between:
-            _bring(operand, after, order, between)
-            after.prepend(operand)
-            order[operand] = order[after] - 0.5
 
 
 def read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:

@@ -18,34 +18,30 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.check.overwrites import writes
-from meshc.ir import has_record, records, runs_on_host, spmd
+from meshc.ir import phase_of, runs_on_host, spmd
+from meshc.ir.graph import put_in_order
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.in_place import WRITERS
+from meshc.passes.lower.early_updates import REDUCTIONS, Positions
 from meshc.program.packing import below_views, is_view, readers_of_memory
 
 
 def order_host_updates(graph: Graph) -> None:
     """Reorders a graph in place; values do not change."""
-    nodes = list(graph.nodes)
-    if not any(runs_on_host(node) for node in nodes):
-        return
-    order = _Order(nodes)
-    wanted = sorted(nodes, key=lambda node: (order.at[node], order.index[node]))
-    for before, node in zip(wanted, wanted[1:], strict=False):
-        if before.next is not node:
-            before.append(node)
-    graph.lint()
+    if any(map(runs_on_host, graph.nodes)):
+        order = _Order(graph.nodes)
+        put_in_order(sorted(order.nodes, key=order.at.__getitem__))
+        graph.lint()
 
 
-class _Order:
-    """index  original position of each node;  at  position behind which it is placed, its own if it does not move"""
+class _Order(Positions):
+    """`at`: the position behind which a node is placed, its own if it does not move."""
 
-    def __init__(self, nodes: list[Node]) -> None:
-        self.index = {node: index for index, node in enumerate(nodes)}
-        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
-        self.reductions = [node for node in nodes if node.target in (spmd.all_reduce, spmd.reduce_scatter)]
-        gone = [node for node in nodes if node.target is spmd.to_host and len(node.args) == 1 and _is_update(node)]
-        self.sent = {node for node in gone if _of_port(node)}
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        super().__init__(nodes)
+        nodes = self.nodes
+        gone = [node for node in nodes if node.target is spmd.to_host and len(node.args) == 1 and phase_of(node) == "update"]
+        self.sent = {node for node in gone if node.all_input_nodes[0].op == "placeholder"}
         moved = {*gone, *(node for node in nodes if runs_on_host(node) or _replaces(node))} - self.sent
         read = {operand for node in gone for operand in node.all_input_nodes}
         for node in reversed(nodes):
@@ -70,21 +66,11 @@ class _Order:
 
     def _ready(self, node: Node) -> int:
         """Position at which an operand has been computed; for a reduction, that of the next reduction."""
-        if node in self.reductions:
-            later = (self.index[other] for other in self.reductions if self.index[other] > self.index[node])
-            return next(later, len(self.index))
+        if node.target in REDUCTIONS:
+            return self.arrival(node, alike=False)
         if node.op == "placeholder":
             return self.first
         return max(self.at[node], self._ready(node.all_input_nodes[0])) if is_view(node) else self.at[node]
-
-
-def _is_update(node: Node) -> bool:
-    return has_record(node) and records(node)[0].phase == "update"
-
-
-def _of_port(node: Node) -> bool:
-    """Whether a copy's source is an input of the stage."""
-    return node.all_input_nodes[0].op == "placeholder"
 
 
 def _replaces(node: Node) -> bool:

@@ -24,8 +24,8 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
-from meshc.ir.graph import ancestors_of
+from meshc.ir import has_record, is_integer, local_bytes, phase_of, record, spmd
+from meshc.ir.graph import ancestors_of, put_in_order
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import SMALL
 from meshc.program.packing import below_views, is_view
@@ -62,23 +62,20 @@ def overlap_graph(graph: Graph, sink: bool = True) -> None:
 
 def _is_exchange(node: Node) -> bool:
     """Whether a node is a collective of computed values: not of stored or updated ones, nor over microbatches or between stages."""
-    if node.op != "call_function" or not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node):
+    if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node):
         return False
-    return record(node).phase != "update" and not from_placeholder(node)
+    return phase_of(node) != "update" and not from_placeholder(node)
 
 
 def _move_up(exchange: Node) -> None:
     """Moves an exchange, with the nodes computed for it alone, right behind the last of their operands."""
     own = _made_for(exchange)
-    behind = _last_read(own)
-    if behind is None or behind.op == "placeholder" or _phase(behind) != _phase(exchange) or _is_on_its_way(behind):
+    behind = max((operand for node in own for operand in node.all_input_nodes if operand not in own), default=exchange)
+    if phase_of(behind) != phase_of(exchange) or _is_on_its_way(behind):
         return
     passed = [node for node in _between(behind, exchange) if node not in own]
-    if not passed or sum(_is_product(node) for node in passed) > PASSED:
-        return
-    for node in own:
-        behind.append(node)
-        behind = node
+    if passed and sum(map(_is_product, passed)) <= PASSED:
+        put_in_order([behind, *own])
 
 
 def _made_for(exchange: Node) -> list[Node]:
@@ -87,30 +84,24 @@ def _made_for(exchange: Node) -> list[Node]:
     work = [exchange]
     while work and len(own) <= ALONE:
         for operand in work.pop().all_input_nodes:
-            alone = operand.op == "call_function" and set(operand.users) <= own.keys() and not is_integer(operand)
-            if alone and not _is_product(operand) and not spmd.is_collective(operand.target) and _phase(operand) == _phase(exchange):
+            alone = set(operand.users) <= own.keys() and phase_of(operand) == phase_of(exchange) and not is_integer(operand)
+            if alone and not _is_product(operand) and not spmd.is_collective(operand.target):
                 own[operand] = None
                 work.append(operand)
     return sorted(own)
 
 
-def _last_read(own: list[Node]) -> Node | None:
-    """The last operand of these nodes that is not among them."""
-    inside = set(own)
-    return max((operand for node in own for operand in node.all_input_nodes if operand not in inside), default=None)
 
 
 def _between(first: Node, last: Node) -> Iterator[Node]:
-    node = first.next
-    while node is not last:
-        yield node
-        node = node.next
+    while (first := first.next) is not last:
+        yield first
 
 
 def _is_on_its_way(value: Node) -> bool:
     """Whether a value is, up to views, the result of a collective or a host copy, so that its readers wait."""
-    value = below_views(value)
-    return value.op == "call_function" and (spmd.is_collective(value.target) or spmd.is_host_copy(value.target))
+    target = below_views(value).target
+    return spmd.is_collective(target) or spmd.is_host_copy(target)
 
 
 def _result_views(exchange: Node) -> list[Node] | None:
@@ -119,7 +110,7 @@ def _result_views(exchange: Node) -> list[Node] | None:
     for node in apart:
         if node.op == "output":
             continue
-        if not (is_view(node) or node.target is torch.ops.aten.clone.default) or _phase(node) != _phase(exchange):
+        if not (is_view(node) or node.target is torch.ops.aten.clone.default) or phase_of(node) != phase_of(exchange):
             return None
         apart += [user for user in node.users if user not in apart]
     return sorted(node for node in apart if node.op != "output")
@@ -128,59 +119,40 @@ def _result_views(exchange: Node) -> list[Node] | None:
 def _delay_results(exchange: Node, apart: list[Node]) -> None:
     """Moves the views of an exchange to the end of its phase: the wait is there."""
     last = exchange
-    while last.next.op == "call_function" and _phase(last.next) in (_phase(exchange), ""):
+    while last.next.op == "call_function" and phase_of(last.next) in (phase_of(exchange), ""):
         last = last.next
-    for node in apart:
-        if node is not last:
-            last.append(node)
-            last = node
+    put_in_order([last, *(apart[1:] if apart[:1] == [last] else apart)])
 
 
 def _move_product_behind(exchange: Node, covered: set[Node]) -> None:
     """Moves the gradient of a weight behind an exchange, if less computation stands between the exchange and its reader."""
-    if _phase(exchange) != "backward":
-        return
-    found = _independent_product(exchange, covered)
-    reader = min(exchange.users)
-    if found is None or sum(flops(node) for node in _between(exchange, reader) if has_record(node)) >= flops(found):
+    found = _independent_product(exchange, covered) if phase_of(exchange) == "backward" else None
+    if found is None or sum(flops(node) for node in _between(exchange, min(exchange.users)) if has_record(node)) >= flops(found):
         return
     moving = [found]
     for node in moving:
         moving += [user for user in node.users if user < exchange and user not in moving]
     if all(node is found or is_view(node) for node in moving):
         covered.add(found)
-        for node in reversed(sorted(moving)):
-            exchange.append(node)
+        put_in_order([exchange, *sorted(moving)])
 
 
 def _independent_product(exchange: Node, covered: set[Node]) -> Node | None:
     """The product before the last one that the exchange depends on, if both share an operand and it may run later; else None."""
     makes = ancestors_of([exchange], through=lambda node: node is exchange or not spmd.is_collective(node.target))
-    last: Node | None = None
+    products: list[Node] = []
     node = exchange.prev
-    while node.op == "call_function":
+    while node.op == "call_function" and len(products) < 2:
         if _is_product(node) and node not in covered:
-            if last is None and node not in makes:
-                return None
-            if last is not None:
-                return (
-                    None
-                    if node in makes or _phase(node) != "backward" or _product_operands(node).isdisjoint(_product_operands(last))
-                    else node
-                )
-            last = node
+            products.append(node)
         node = node.prev
-    return None
-
-
-def _product_operands(product: Node) -> set[Node]:
-    """Operands of a product, below all views."""
-    return set(map(below_views, product.all_input_nodes))
+    if len(products) < 2 or products[0] not in makes or products[1] in makes or phase_of(products[1]) != "backward":
+        return None
+    last, found = (set(map(below_views, product.all_input_nodes)) for product in products)
+    return None if found.isdisjoint(last) else products[1]
 
 
 def _is_product(node: Node) -> bool:
     return node.op == "call_function" and has_record(node) and flops(node) > 0
 
 
-def _phase(node: Node) -> str:
-    return records(node)[0].phase if has_record(node) and records(node) else ""

@@ -12,21 +12,23 @@ reader. Values that backward reads are not fetched in forward. Updates of offloa
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
 
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import host_copy_seconds
-from meshc.cost.roofline import seconds
+from meshc.cost.roofline import start_seconds
 from meshc.errors import CompileError
-from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir import PHASES, local_bytes, phase_of, record, runs_on_host, spmd
 from meshc.ir.regions import writes
 from meshc.ops.optim import MANY
 from meshc.passes.lower.exposed_copies import exposed_copies_note
 from meshc.passes.lower.order_host_updates import order_host_updates, writers
-from meshc.passes.lower.prefetch_windows import window_limit
+from meshc.passes.lower.prefetch_windows import runs_within, window_limit
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.packing import below_views
 
@@ -59,7 +61,8 @@ def place_host_copies(graph: Graph, device: Device, limit: int | None = None) ->
     """Reorders a graph in place. `limit`: bytes of a window; by default an eighth of the bytes fetched in its phase."""
     _place_copies_out(graph)
     order_host_updates(graph)
-    fetches = _fetches(graph)
+    # not those that write a parameter back to its place between steps
+    fetches = [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users and len(node.args) == 1]
     if fetches:
         _place_fetches(graph, fetches, device, limit)
         graph.lint()
@@ -67,46 +70,19 @@ def place_host_copies(graph: Graph, device: Device, limit: int | None = None) ->
 
 def update_windows(graph: Graph) -> dict[Node, int]:
     """Window number of each update that has host copies."""
-    found: dict[Node, int] = {}
-    updates = [node for node in graph.nodes if node.op == "call_function" and node.target in MANY]
-    for number, members in enumerate(split_into_windows([node for node in updates if _host_bytes(node)], update_window_bytes(graph))):
-        found |= dict.fromkeys(members, number)
-    return found
+    updates = [node for node in graph.nodes if node.target in MANY and _host_bytes(node)]
+    windows = split_into_windows(updates, update_window_bytes(graph))
+    return {node: number for number, members in enumerate(windows) for node in members}
 
 
 def update_window_bytes(graph: Graph) -> int:
     """Bytes of host copies in a window of updates."""
-    return window_limit(sum(_host_bytes(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY))
+    return window_limit(sum(_host_bytes(node) for node in graph.nodes if node.target in MANY))
 
 
 def split_into_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
     """Updates in groups whose host copies take no more than `window` bytes, or of one update alone."""
-    part: list[Node] = []
-    filled = 0
-    for member in members:
-        size = _host_bytes(member)
-        if part and filled and size and filled + size > window:
-            yield part
-            part, filled = [], 0
-        part.append(member)
-        filled += size
-    if part:
-        yield part
-
-
-@dataclass(frozen=True)
-class _FetchGroup:
-    """Copies with the same first reader. `reader`: its position; `size`: bytes."""
-
-    nodes: Sequence[Node]
-    reader: int
-    size: int
-    takes_s: float
-
-
-def _fetches(graph: Graph) -> list[Node]:
-    """Copies from the host with readers; not those that write a parameter back to its place between steps."""
-    return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users and len(node.args) == 1]
+    return runs_within(window, members, _host_bytes)
 
 
 def _fetches_among(nodes: Iterable[Node]) -> list[Node]:
@@ -126,8 +102,6 @@ def _bytes(node: Node) -> int:
     return local_bytes(record(node))
 
 
-def _window_limit(fetches: Iterable[Node], phase: str) -> int:
-    return window_limit(sum(_bytes(node) for node in fetches if record(node).phase == phase))
 
 
 def _place_copies_out(graph: Graph) -> None:
@@ -143,55 +117,30 @@ def _place_copies_out(graph: Graph) -> None:
 
 
 def _place_fetches(graph: Graph, fetches: Sequence[Node], device: Device, said: int | None) -> None:
+    limits = {phase: window_limit(sum(_bytes(node) for node in fetches if record(node).phase == phase)) for phase in PHASES}
     moving = set(fetches)
-    limits = {phase: _window_limit(fetches, phase) if said is None else said for phase in PHASES}
     nodes = [node for node in graph.nodes if node not in moving]
     place = {node: index for index, node in enumerate(nodes)}
-    times, now = [], 0.0
-    for node in nodes:
-        times.append(now)
-        now += seconds(node, device) if node.op == "call_function" else 0.0
-    late = (place[node] for node in nodes if node.op == "call_function" and has_record(node) and records(node)[0].phase != "forward")
-    backward, before = next(late, len(nodes)), writers(nodes)
-    groups = _groups(fetches, place, device)
-    starts: list[float] = []
-    due = now
-    for group in reversed(groups):
-        due = min(times[group.reader], due) - group.takes_s
-        starts.insert(0, due)
-    for index, (group, start_s) in enumerate(zip(groups, starts, strict=True)):
-        phase = record(group.nodes[0]).phase
-        first = 0 if phase == "forward" else min(backward, group.reader)
-        made = (place[one] + 1 for node in group.nodes for one in _sources(node, before) if place[one] < group.reader)
-        least = max([first, *made, _reader_before(groups, index, limits[phase])])
-        at = min(group.reader, max(least, bisect_right(times, start_s) - 1))
+    times = list(start_seconds(nodes, device).values())
+    backward = next((index for index, node in enumerate(nodes) if phase_of(node) not in ("forward", "")), len(nodes))
+    before, groups = writers(nodes), defaultdict[int, list[Node]](list)
+    for node in fetches:
+        groups[min(place[user] for user in node.users)].append(node)
+    starts, due = dict[int, float](), inf
+    for reader in sorted(groups, reverse=True):
+        starts[reader] = due = min(times[reader], due) - sum(host_copy_seconds(node, device) for node in groups[reader])
+    waiting: list[tuple[int, int]] = []
+    for reader, copies in sorted(groups.items()):
+        phase = record(copies[0]).phase
+        limit = limits[phase] if said is None else said
+        first = 0 if phase == "forward" else min(backward, reader)
+        sources = (one for node in copies for (source,) in [node.all_input_nodes] for one in (source, *before.get(below_views(source), ())))
+        made = (place[one] + 1 for one in sources if place[one] < reader)
+        waiting.insert(0, (reader, sum(map(_bytes, copies))))
+        filled = zip(waiting, accumulate(size for _, size in waiting), strict=True)
+        full = next((earlier for (earlier, _), size in filled if earlier < reader and size > limit), 0)  # it has to run before
+        at = min(reader, max([first, *made, full, bisect_right(times, starts[reader]) - 1]))
         while nodes[at].op == "placeholder":
             at += 1
-        for node in group.nodes:
+        for node in copies:
             nodes[at].prepend(node)
-
-
-def _sources(fetch: Node, before: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """The nodes that compute or write the source of a fetch."""
-    (source,) = fetch.all_input_nodes
-    return [source, *before.get(below_views(source), ())]
-
-
-def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> list[_FetchGroup]:
-    found: dict[int, list[Node]] = {}
-    for node in fetches:
-        found.setdefault(min(place[user] for user in node.users), []).append(node)
-    return [
-        _FetchGroup(found[reader], reader, sum(map(_bytes, found[reader])), sum(host_copy_seconds(node, device) for node in found[reader]))
-        for reader in sorted(found)
-    ]
-
-
-def _reader_before(groups: Sequence[_FetchGroup], index: int, limit: int) -> int:
-    """Position of the reader that has to run before group `index` starts, so that no more than `limit` bytes wait; 0 if none."""
-    filled = groups[index].size
-    for before in range(index - 1, -1, -1):
-        filled += groups[before].size
-        if filled > limit:
-            return groups[before].reader
-    return 0

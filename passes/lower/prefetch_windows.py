@@ -8,12 +8,13 @@ for backward is not in memory while forward runs (docs/decisions/collectives-and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import record, spmd
+from meshc.ir import phase_of, spmd
 from meshc.program.bucket import whole_bytes
 from meshc.program.preparation import from_placeholder
 
@@ -37,22 +38,25 @@ def window_bytes(collectives: Iterable[Node]) -> int:
     return window_limit(sum(map(whole_bytes, collectives)))
 
 
+def runs_within(limit: int, members: Iterable[Node], bytes_of: Callable[[Node], int]) -> Iterator[list[Node]]:
+    """Consecutive members in runs of no more than `limit` bytes, or with one member alone that has more; those without bytes join any."""
+    part: list[Node] = []
+    filled = 0
+    for member in members:
+        size = bytes_of(member)
+        if filled and size and filled + size > limit:
+            yield part
+            part, filled = [], 0
+        part.append(member)
+        filled += size
+    if part:
+        yield part
+
+
 def prefetch_windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:
     """The gathers of stored parameters, in the order of their first readers, cut into windows of `limit` bytes."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    gathers = [
-        node
-        for node in graph.find_nodes(op="call_function", target=spmd.all_gather)
-        if node.users and from_placeholder(node) and not spmd.joins_stages(node)
-    ]
-    gathers.sort(key=lambda gather: min(place[user] for user in gather.users))
+    found = graph.find_nodes(op="call_function", target=spmd.all_gather)
+    gathers = [node for node in found if node.users and from_placeholder(node) and not spmd.joins_stages(node)]
+    gathers.sort(key=lambda gather: min(gather.users))
     limit = window_bytes(gathers) if limit is None else limit
-    found: list[list[Node]] = []
-    filled = 0
-    for gather in gathers:
-        if not found or record(gather).phase != record(found[-1][0]).phase or filled + whole_bytes(gather) > limit:
-            found.append([])
-            filled = 0
-        found[-1].append(gather)
-        filled += whole_bytes(gather)
-    return found
+    return [window for _, alike in groupby(gathers, phase_of) for window in runs_within(limit, alike, whole_bytes)]

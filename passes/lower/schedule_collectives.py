@@ -25,9 +25,9 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import is_integer, record, spmd
+from meshc.ir import is_integer, phase_of, spmd
 from meshc.ir.functions import Function
-from meshc.ir.graph import ancestors_of, placeholders
+from meshc.ir.graph import ancestors_of, placeholders, put_in_order
 from meshc.passes.lower.prefetch_windows import prefetch_windows, window_bytes
 from meshc.passes.lower.start_reductions_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -62,43 +62,28 @@ def schedule_stage(stage: Stage, sizes: Mapping[str, int], alone: int, window: i
     limit = window_bytes(scatters) if window is None else window
     bucket(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
     start_reductions(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
-    bucket(stage, sizes, targets=[spmd.all_reduce], apart=_block_scale_reductions(graph))
+    # the scales of 8-bit state: in one bucket they would hold all of that state in full precision at once
+    reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
+    scales = {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
+    bucket(stage, sizes, targets=[spmd.all_reduce], apart=scales)
     _place_gathers(stage, sizes, alone, window)
     graph.lint()
 
 
-def _positions(graph: Graph) -> dict[Node, float]:
-    return {node: float(index) for index, node in enumerate(graph.nodes)}
-
-
-def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None:
+def _hoist(node: Node, last_placeholder: Node) -> None:
     """Moves a node right behind the last of its operands, preparations of these first."""
     for operand in node.all_input_nodes:
         if is_preparation(operand) and (len(operand.users) == 1 or is_integer(operand)):
-            _hoist(operand, place, last_placeholder)
-    anchor = max(node.all_input_nodes, key=lambda n: place[n], default=last_placeholder)
-    if anchor.op == "placeholder":
-        anchor = last_placeholder
-    if place[node] - place[anchor] > 1e-9 and node is not anchor.next:
-        anchor.append(node)
-        place[node] = place[anchor] + 1e-6
+            _hoist(operand, last_placeholder)
+    put_in_order([max([last_placeholder, *node.all_input_nodes]), node])
 
 
 def start_reductions(graph: Graph, reduction: Function) -> None:
     """Moves reductions of a kind to where their operands are ready."""
-    place = _positions(graph)
-    entered = placeholders(graph)
-    if not entered:
-        return
-    for node in graph.find_nodes(op="call_function", target=reduction):
-        if node.args[1] != ["mb"] and not spmd.joins_stages(node):
-            _hoist(node, place, entered[-1])
-
-
-def _block_scale_reductions(graph: Graph) -> set[Node]:
-    """Reductions of the scales of 8-bit state: in one bucket they would hold all of that state in full precision at once."""
-    reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
-    return {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
+    if entered := placeholders(graph):
+        for node in graph.find_nodes(op="call_function", target=reduction):
+            if node.args[1] != ["mb"] and not spmd.joins_stages(node):
+                _hoist(node, entered[-1])
 
 
 @dataclass(frozen=True)
@@ -110,40 +95,31 @@ class _PrefetchWindow:
     first: Node
     last: Node
 
-    @property
-    def phase(self) -> str:
-        return record(self.gathers[0]).phase
-
 
 def _place_gathers(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | None) -> None:
     """Puts gathers of windows in buckets and starts each window one ahead."""
     found = prefetch_windows(stage.graph, limit)
     number = {gather: index for index, window in enumerate(found) for gather in window}
     made = bucket(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
-    before: _PrefetchWindow | None = None
-    for window in _windows_in_buckets(stage.graph, found, made):
-        _place(window, before)
-        before = window
-
-
-def _windows_in_buckets(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bucket]) -> list[_PrefetchWindow]:
-    """The windows after gathers were joined in buckets."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
     buckets = {member: one for one in made for member in one.members}
-    windows: list[_PrefetchWindow] = []
-    for members in found:
-        of = list({id(buckets[member]): buckets[member] for member in members if member in buckets}.values())
-        gathers = (*(one.sent for one in of), *(member for member in members if member not in buckets))
-        cut = tuple(node for one in of for node in one.cut)
-        readers = {user for node in (*gathers, *cut) for user in node.users} - set(cut)
-        windows.append(_PrefetchWindow(gathers, cut, min(readers, key=order.__getitem__), max(readers, key=order.__getitem__)))
-    return windows
+    windows = [_window_in_buckets(members, buckets) for members in found]
+    for before, window in zip([None, *windows], windows, strict=False):
+        _place(window, before)
+
+
+def _window_in_buckets(members: Sequence[Node], buckets: Mapping[Node, Bucket]) -> _PrefetchWindow:
+    """The window after its gathers were joined in `buckets`, by gather."""
+    of = list({id(buckets[member]): buckets[member] for member in members if member in buckets}.values())
+    gathers = (*(one.sent for one in of), *(member for member in members if member not in buckets))
+    cut = tuple(node for one in of for node in one.cut)
+    readers = {user for node in (*gathers, *cut) for user in node.users}.difference(cut)
+    return _PrefetchWindow(gathers, cut, min(readers), max(readers))
 
 
 def _place(window: _PrefetchWindow, before: _PrefetchWindow | None) -> None:
     """Starts a window where the previous one is first read; the first of a phase, behind the last reader of the previous phase's."""
     start = min(window.gathers)
-    if before is not None and before.phase == window.phase:
+    if before is not None and phase_of(before.gathers[0]) == phase_of(window.gathers[0]):
         start = before.first
         if start.op == "output" and before.cut:  # all are whole at the output in any case
             start = before.cut[0]

@@ -23,7 +23,7 @@ from torch.fx.node import Argument
 from meshc.ir import Record, record
 from meshc.ir.graph import add_placeholder, call
 from meshc.ir.keys import is_a, key_of
-from meshc.passes.phases.splitter import Splitter
+from meshc.passes.phases.splitter import split_stage
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -39,8 +39,8 @@ def specialise(stage: Stage, received: Collection[str]) -> Stage:
         elif node.op == "call_function":
             pruned.call(node)
     kept = [(key, node) for key, node in stage.results().items() if node in pruned.behind - pruned.absent]
-    split = Splitter(pruned.graph, {pruned.made[node]: key for node, key in keys.items() if node in pruned.made})
-    return split.stage(stage.name, {key: pruned.made[node] for key, node in kept}, {})
+    entering = {pruned.made[node]: key for node, key in keys.items() if node in pruned.made}
+    return split_stage(stage.name, entering, {key: pruned.made[node] for key, node in kept})
 
 
 class _PrunedGraph:

@@ -19,16 +19,18 @@ group run one list, so they start the same collectives in the same order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import add_placeholder, ancestors_of, computable_from, copied_node
+from meshc.ir.graph import add_placeholder, computable_from, copied_node
 from meshc.ir.keys import key_of
 from meshc.ir.regions import REGION, blocks, writes
 from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.splitter import split_stage
 from meshc.pipelining.pipeline_stages import Start
 from meshc.pipelining.schedule import Action
 from meshc.program.accumulate import WAYS, is_added, whole_of
@@ -51,7 +53,7 @@ def start_reductions_early(lowered: LoweredProgram) -> LoweredProgram:
         if not found:
             continue
         alone, rest = _extract_reductions(stages[late], found)
-        stages = _replace_stage(stages, [*alone, rest])
+        stages = {one.name: one for stage in stages.values() for one in ([*alone, rest] if stage.name == late else [stage])}
         ordered = _starts_by_run(alone, stages, steps, sums)
         if lowered.pipeline is None:
             schedule = tuple(_with_starts(steps, ordered))
@@ -94,22 +96,11 @@ def _extract_reductions(late: Stage, found: Sequence[Node]) -> tuple[list[Stage]
     """A stage for each of the collectives, and the rest of their stage, which takes their results as inputs."""
     rank = late.name.removeprefix("after").lstrip("_")
     names = {node: f"{rank}_{node.name}" if rank else node.name for node in found}
-    early = {node: key_of("early", name) for node, name in names.items()}
-    keys, turn = late.keys(), {node: turn for turn, node in enumerate(late.graph.nodes)}
-    alone = [_reduction_stage(keys, turn, node, f"start_{name}", early[node]) for node, name in names.items()]
+    early, keys = {node: key_of("early", name) for node, name in names.items()}, late.keys()
+    alone = [split_stage(f"start_{name}", keys, {early[node]: node}) for node, name in names.items()]
+    for node in (node for stage in alone for node in stage.graph.nodes):
+        node.meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
     return alone, _stage_without(late, {**keys, **early})
-
-
-def _reduction_stage(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
-    """A collective with the nodes that prepare it, as a stage. `turn`: position of each node in its graph."""
-    needed = sorted(ancestors_of([wanted]), key=turn.__getitem__)
-    graph = Graph()
-    env: dict[Node, Node] = {}
-    for node in needed:
-        env[node] = copied_node(graph, node, env.__getitem__)
-        env[node].meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
-    graph.output((env[wanted],))
-    return Stage(name, graph, tuple(keys[node] for node in needed if node in keys), (key,))
 
 
 def _stage_without(late: Stage, given: Mapping[Node, str]) -> Stage:
@@ -126,27 +117,19 @@ def _stage_without(late: Stage, given: Mapping[Node, str]) -> Stage:
     return replace(late, graph=graph, inputs=tuple(key for node, key in given.items() if env[node] in left))
 
 
-def _replace_stage(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, Stage]:
-    """The stages, with the new ones in the place of the one that has the last's name."""
-    found: dict[str, Stage] = {}
-    for name, stage in stages.items():
-        found |= {one.name: one for one in new} if name == new[-1].name else {name: stage}
-    return found
 
 
 def _starts_by_run(
     alone: Sequence[Stage], stages: Mapping[str, Stage], steps: Sequence[Instruction], sums: Mapping[str, int]
 ) -> dict[int, list[Stage]]:
     """Position of a run -> stages that start within it, in the order in which the last of their sums is complete."""
-    found: dict[int, list[tuple[int, Stage]]] = {}
-    taken: dict[str, dict[str, int]] = {}
+    by_run: dict[int, list[Stage]] = defaultdict(list)
     for stage in alone:
-        position = max(sums[key] for key in stage.inputs)
-        run = steps[position].stage
-        if run not in taken:
-            taken[run] = {key: turn for turn, key in enumerate(accumulation_order(stages[run]))}
-        found.setdefault(position, []).append((max(taken[run][key] for key in stage.inputs if sums[key] == position), stage))
-    return {position: [stage for _, stage in sorted(found[position], key=lambda one: one[0])] for position in sorted(found)}
+        by_run[max(sums[key] for key in stage.inputs)].append(stage)
+    for position, mine in by_run.items():
+        turn = {key: turn for turn, key in enumerate(accumulation_order(stages[steps[position].stage])) if sums.get(key) == position}
+        mine.sort(key=lambda stage: max(turn.get(key, -1) for key in stage.inputs))
+    return dict(sorted(by_run.items()))
 
 
 def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[Stage]]) -> Iterator[Instruction]:
@@ -163,25 +146,17 @@ def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[St
 def accumulation_order(stage: Stage) -> list[str]:
     """The sums that a run of a stage adds to, in order: a term is added once it is computed, a collective's once it has been waited for,
     where it is first read or at the end. A region is one call."""
-    parts: dict[Node, list[str]] = {}
+    parts: dict[Node, list[str]] = defaultdict(list)
     for key, value in stage.results().items():
         whole = whole_of(key)
         if whole is not None and is_added(key):
-            parts.setdefault(value, []).append(whole[1])
-    taken: dict[str, None] = {}
+            parts[value].append(whole[1])
+    taken: list[Node] = []
     flying: set[Node] = set()
-
-    def make(nodes: Sequence[Node]) -> None:
-        for operand in (operand for node in nodes for operand in node.all_input_nodes if operand in flying):
-            flying.discard(operand)
-            taken.update(dict.fromkeys(parts.get(operand, ())))
-        for node in nodes:
-            if spmd.is_collective(node.target):
-                flying.add(node)
-            else:
-                taken.update(dict.fromkeys(parts.get(node, ())))
-
     for region, nodes in blocks(stage.graph.nodes):
         for together in [nodes] if region is not None else [[node] for node in nodes]:
-            make(together)
-    return list(taken)
+            waited = dict.fromkeys(operand for node in together for operand in node.all_input_nodes if operand in flying)
+            sent = {node for node in together if spmd.is_collective(node.target)}
+            taken += [*waited, *(node for node in together if node not in sent)]
+            flying = (flying - waited.keys()) | sent
+    return list(dict.fromkeys(key for node in taken for key in parts[node]))

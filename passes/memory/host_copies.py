@@ -9,6 +9,7 @@ back.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device
 from meshc.cost.links import copy_seconds
-from meshc.cost.roofline import seconds
-from meshc.ir import KEY, Record, is_getitem, local_bytes, record, records, set_record, spmd, value_of
+from meshc.cost.roofline import start_seconds
+from meshc.ir import Record, is_getitem, is_tensor, local_bytes, phase_of, record, spmd, update, value_of
 from meshc.ir.graph import call, copied_node
 from meshc.ir.schemas import returns_view
 from meshc.program.packing import is_view
@@ -28,7 +29,7 @@ def roots_of(calls: Sequence[Node]) -> dict[Node, Node]:
     """By result of `calls`, the value that owns its memory: the result itself, or the value that it is a view of."""
     found: dict[Node, Node] = {}
     for node in calls:
-        if isinstance(node.meta[KEY], tuple) or record(node).dtype is None:
+        if not is_tensor(node):
             continue
         under = _viewed_value(node)
         if under is None:
@@ -43,8 +44,7 @@ def _viewed_value(node: Node) -> Node | None:
     if not is_getitem(node):
         return node.all_input_nodes[0] if is_view(node) else None
     producer = value_of(node)[0]
-    target = producer.target
-    shares = isinstance(target, torch._ops.OpOverload) and returns_view(target)
+    shares = isinstance(producer.target, torch._ops.OpOverload) and returns_view(producer.target)
     return producer.all_input_nodes[0] if shares else None
 
 
@@ -53,14 +53,6 @@ def has_known_size(made: Record) -> bool:
     return bool(made.shape) and made.used is None
 
 
-def start_seconds(graph: Graph, device: Device) -> dict[Node, float]:
-    """Start of each node in seconds, if the device runs nodes one after another and never waits."""
-    at: dict[Node, float] = {}
-    now = 0.0
-    for node in graph.nodes:
-        at[node] = now
-        now += seconds(node, device) if node.op == "call_function" else 0.0
-    return at
 
 
 def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
@@ -68,12 +60,12 @@ def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, No
     that is its own host, where no copy is hidden in any case. `home`: from `roots_of`."""
     if device.host is None or not values:
         return set()
-    at = start_seconds(graph, device)
+    at = start_seconds(graph.nodes, device)
     last: dict[Node, float] = {}
     first: dict[Node, float] = {}
     for node, root in home.items():
         for user in node.users if root in values else ():
-            if user.op == "call_function" and records(user)[0].phase == "backward":
+            if phase_of(user) == "backward":
                 first[root] = min(first.get(root, at[user]), at[user])
             elif user.op == "call_function":
                 last[root] = max(last.get(root, at[user]), at[user])
@@ -84,10 +76,9 @@ def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, No
 def offload_values(graph: Graph, values: Mapping[Node, str], home: Mapping[Node, Node], backward: Sequence[Node]) -> None:
     """In place: keeps `values` on the host while nothing reads them, each with its reason; `backward` reads the copies that come back.
     `home`: from `roots_of`."""
-    inside: dict[Node, set[Node]] = {node: set() for node in values}
+    inside: dict[Node, set[Node]] = defaultdict(set)
     for node, root in home.items():
-        if root in inside:
-            inside[root].add(node)
+        inside[root].add(node)
     for node, why in values.items():
         _offload_value(graph, node, inside[node], backward, why)
 
@@ -123,6 +114,5 @@ def _copy_view(graph: Graph, node: Node, again: dict[Node, Node]) -> Node:
         for one in reversed(above):
             if one not in again:
                 again[one] = copied_node(graph, one, lambda operand: again.get(operand, operand))
-                own = tuple(replace(each, phase="backward", returned_by=()) for each in records(one))
-                set_record(again[one], own if isinstance(one.meta[KEY], tuple) else own[0])
+                update(again[one], phase="backward", returned_by=())
     return again[node]

@@ -21,12 +21,12 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import copy_seconds
-from meshc.cost.roofline import seconds
+from meshc.cost.roofline import seconds, start_seconds
 from meshc.cost.stage_clock import node_seconds
 from meshc.ir import calls_of, is_tensor, local_bytes, record, spmd
 from meshc.ir.graph import copy_into
 from meshc.passes.lower.share_memory import rank_bytes_when_lowered
-from meshc.passes.memory.host_copies import has_known_size, offload_values, roots_of, start_seconds
+from meshc.passes.memory.host_copies import has_known_size, offload_values, roots_of
 from meshc.passes.memory.policies import BY_BUDGET, layer_of
 from meshc.passes.memory.recomputable import Recomputable, recomputable_of_stage
 from meshc.passes.memory.trade import KeptValues, Trade
@@ -192,7 +192,7 @@ class HostTrade:
         self.seconds = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in may}
         self.hides: defaultdict[str, float] | None = None
         if device.host is not None:
-            waits = _idle_seconds(can, start_seconds(graph, device))
+            waits = _idle_seconds(can, start_seconds(graph.nodes, device))
             self.seconds = {node: takes for node, takes in self.seconds.items() if waits.get(node, 0.0) >= takes}
             self.hides = defaultdict(float)
             for node in can.forward:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import KEY, comparison_key, records, set_record, spmd
+from meshc.ir import comparison_key, spmd, update
 from meshc.ir.graph import ancestors_of, copied_node
 
 
@@ -38,8 +37,7 @@ def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node])
 
 def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
     copy = copied_node(graph, node, lambda operand: copies.get(operand, operand))
-    own = tuple(replace(one, phase="backward", returned_by=(), again=True) for one in records(node))
-    set_record(copy, own if isinstance(node.meta[KEY], tuple) else own[0])
+    update(copy, phase="backward", returned_by=(), again=True)
     return copy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch.fx import Graph, Node
 
@@ -10,23 +11,16 @@ from meshc.ir.graph import add_placeholder, ancestors_of, copied_node
 from meshc.program.program import Stage
 
 
-class Splitter:
-    def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
-        self.graph, self.keys = graph, keys
-        self._turn = {node: turn for turn, node in enumerate(graph.nodes)}
-
-    def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
-        """The part of the graph that computes `results` (by key); `given` nodes are inputs (by key)."""
-        needed = sorted(ancestors_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
-        copy = Graph()
-        env: dict[Node, Node] = {}
-        inputs: list[str] = []
-        for node in needed:
-            if node.op == "placeholder" or node in given:
-                env[node] = add_placeholder(copy, node)
-                inputs.append(given.get(node) or self.keys[node])
-        for node in needed:
-            if node not in env and node.op == "call_function":
-                env[node] = copied_node(copy, node, env.__getitem__)
-        copy.output(tuple(env[node] for node in results.values()))
-        return Stage(name, copy, tuple(inputs), tuple(results))
+def split_stage(
+    name: str, keys: Mapping[Node, str], results: Mapping[str, Node], given: Mapping[Node, str] = MappingProxyType({})
+) -> Stage:  # fmt: skip
+    """The part of a graph that computes `results` (by key). `keys`: of the graph's placeholders; `given`: further nodes that are inputs."""
+    needed = sorted(ancestors_of(results.values(), through=lambda node: node not in given))
+    inputs = {node: given.get(node) or keys[node] for node in needed if node.op == "placeholder" or node in given}
+    copy = Graph()
+    env = {node: add_placeholder(copy, node) for node in inputs}
+    for node in needed:
+        if node not in env:
+            env[node] = copied_node(copy, node, env.__getitem__)
+    copy.output(tuple(env[node] for node in results.values()))
+    return Stage(name, copy, tuple(inputs.values()), tuple(results))

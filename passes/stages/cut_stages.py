@@ -18,7 +18,7 @@ from functools import cached_property
 from torch.fx import Graph, Node
 
 from meshc.cost.pipeline_costs import costs_of
-from meshc.ir import records, spmd
+from meshc.ir import calls_of, spmd
 from meshc.ir.graph import add_placeholder, copied_node, copy_graph, descendants_of, equal_calls, output_of
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.memory.stage_trades import StageMap
@@ -26,7 +26,7 @@ from meshc.passes.partition.make_main_stage import gathers_once
 from meshc.passes.phases.compilation_phase import begin
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.splitter import Splitter
+from meshc.passes.phases.splitter import split_stage
 from meshc.passes.stages.cut_places import CutPlaces
 from meshc.passes.stages.cuts_within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
@@ -158,7 +158,10 @@ class Cutter:
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
         parts = microbatch_results(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
-        crossings = {names: flows(self.found, placed, _result_halves(parts, placed)) for names, placed in ways.items()}
+        crossings = {
+            names: flows(self.found, placed, [(node, placed.get(node, half)) for node, half in parts.made.values()])
+            for names, placed in ways.items()
+        }
         stages = self._halves(each, parts, ways, crossings)
         refuse_sums_of_other_stages(stages, parts.made)
         messages = messages_of(next(iter(crossings.values())), self.ranks, shape.actions)
@@ -192,17 +195,17 @@ class Cutter:
         self, each: Stage, parts: MicrobatchResults, ways: Mapping[Names, Mapping[Node, Half]], crossings: Mapping[Names, Flows]
     ) -> list[Stage]:
         """The stages that run once a microbatch."""
-        split = Splitter(each.graph, each.keys())
-        stages = []
+        keys, stages = each.keys(), []
         for names, placed in ways.items():
             crossing = crossings[names]
             for op, name in names:
-                for stage in [stage for stage in range(len(self.ranks)) if (name, stage) in self.shape.graphs]:
+                for stage in sorted(stage for graph, stage in self.shape.graphs if graph == name):
                     half = Half(stage, op)
                     given = [one.gives[half] for one in crossings.values()] if op == FORWARD else [crossing.gives[half]]
                     results = {flow_of(node): node for nodes in given for node in nodes}
                     results |= {key: node for key, (node, at) in parts.made.items() if placed.get(node, at) == half}
-                    stages.append(split.stage(f"{name}_{stage}", results, {node: flow_of(node) for node in crossing.reads[half]}))
+                    read = {node: flow_of(node) for node in crossing.reads[half]}
+                    stages.append(split_stage(f"{name}_{stage}", keys, results, read))
         return stages
 
     def _update_stages(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
@@ -218,9 +221,6 @@ class Cutter:
         return int(number) if kind == "after" else self.ranks[int(number)]
 
 
-def _result_halves(parts: MicrobatchResults, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
-    """The results of a microbatch, each with the half that computes it."""
-    return [(node, placed.get(node, half)) for node, half in parts.made.values()]
 
 
 # Stages that run once a call on each rank: before the first microbatch, and after the last.
@@ -228,31 +228,24 @@ def _result_halves(parts: MicrobatchResults, placed: Mapping[Node, Half]) -> Seq
 
 def without_update(stage: Stage) -> dict[str, Stage]:
     """A step of one microbatch as two stages, `each` up to the gradients and `after`; an inference has only its outputs in `after`."""
-    graph = stage.graph
-    keys = stage.keys()
+    graph, keys = stage.graph, stage.keys()
     found = kinds(graph, keys)
-    late = descendants_of(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "update")
+    late = descendants_of(calls_of(graph, "update"))
     early = {*found.forward, *found.backward} - late
-    parts = dict.fromkeys(x for node in (*late, output_of(graph)) for x in node.all_input_nodes if x in early)
-    order = [node for node in graph.nodes if node in parts]
-    split = Splitter(graph, keys)
-    each = split.stage("each", {key_of("part", node.name): node for node in order}, {})
-    return {"each": each, "after": split.stage("after", stage.results(), {node: key_of("sum", node.name) for node in order})}
+    parts = sorted({x for node in (*late, output_of(graph)) for x in node.all_input_nodes if x in early})
+    each = split_stage("each", keys, {key_of("part", node.name): node for node in parts})
+    return {"each": each, "after": split_stage("after", keys, stage.results(), {node: key_of("sum", node.name) for node in parts})}
 
 
 def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callable[[Stage], int], count: int) -> list[Stage]:
     """For each rank a stage of the values of `before` that its stages read."""
     if before is None:
         return []
-    nodes = before.results()
-    split = Splitter(before.graph, before.keys())
-    found = []
-    for rank in range(count):
-        mine = [stage for stage in stages if rank_of(stage) == rank]
-        wanted = {key: nodes[key] for stage in mine for key in stage.inputs if key in nodes}
-        if wanted:
-            found.append(split.stage(f"before_{rank}", wanted, {}))
-    return found
+    nodes, keys = before.results(), before.keys()
+    wanted: list[dict[str, Node]] = [{} for _ in range(count)]
+    for stage in stages:
+        wanted[rank_of(stage)] |= {key: nodes[key] for key in stage.inputs if key in nodes}
+    return [split_stage(f"before_{rank}", keys, mine) for rank, mine in enumerate(wanted) if mine]
 
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
@@ -273,31 +266,26 @@ def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
         del gathers[node]
     if not gathers:
         return stages
-    results = each.results()
-    split = Splitter(each.graph, keys)
     given = {node: key_of("gathered", node.name) for node in gathers}
-    made = split.stage("before", {key: node for node, key in given.items()}, {})
+    made = split_stage("before", keys, {key: node for node, key in given.items()})
     before = _join_stages(stages["before"], made) if "before" in stages else made
-    return {**stages, "before": before, "each": split.stage("each", results, given)}
+    return {**stages, "before": before, "each": split_stage("each", keys, each.results(), given)}
 
 
 def _join_stages(one: Stage, other: Stage) -> Stage:
     """Both stages as one; an input of both enters once."""
     graph = Graph()
     entered: dict[str, Node] = {}
-    results: dict[str, Node] = {}
-    copies: list[tuple[Stage, dict[Node, Node]]] = []
+    env: dict[Node, Node] = {}
     for stage in (one, other):
-        env: dict[Node, Node] = {}
         for node, key in stage.keys().items():
             if key not in entered:
                 entered[key] = add_placeholder(graph, node)
             env[node] = entered[key]
-        copies.append((stage, env))
-    for stage, env in copies:
+    for stage in (one, other):
         for node in stage.graph.nodes:
             if node.op == "call_function":
                 env[node] = copied_node(graph, node, env.__getitem__)
-        results |= {key: env[node] for key, node in stage.results().items()}
+    results = {key: env[node] for stage in (one, other) for key, node in stage.results().items()}
     graph.output(tuple(results.values()))
     return Stage("before", graph, tuple(entered), tuple(results))

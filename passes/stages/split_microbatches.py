@@ -13,9 +13,8 @@ previous one has written. Of an inference, each microbatch computes rows of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 
 import torch
@@ -23,15 +22,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.errors import CompileError
-from meshc.ir import is_integer, record, set_record, spmd
+from meshc.ir import is_integer, record, spmd, update
 from meshc.ir.functions import Function
 from meshc.ir.graph import ancestors_of, call, descendants_of, output_of, placeholders
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.reductions import REDUCTIONS
-from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.ir.sharding import Sharding, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.phases.splitter import Splitter
+from meshc.passes.phases.splitter import split_stage
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Instruction, Port, Stage
 
@@ -42,15 +41,13 @@ def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
     count = lowered.sizes.get(MICROBATCH, 1)
     if count == 1:
         return replace(lowered, schedule=(Instruction("run", stage.name),))
-    graph = stage.graph
-    keys = stage.keys()
+    graph, keys, results = stage.graph, stage.keys(), stage.results()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
     rows = outputs_by_rows(lowered, stage)
     refuse_gathered_rows(graph, sums, lowered.sizes)
     if not sums and not rows:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
-    results = stage.results()
     done = descendants_of(sums)
     written = {key: node for key, node in results.items() if is_a(key, "buffer") and node not in done} if lowered.parts is not None else {}
     """The buffers that each microbatch writes, where it is a step of its own. Buffers computed from the whole batch are written last."""
@@ -61,28 +58,23 @@ def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
     mixing = sums_before_microbatches(graph, varies, done, sums, lowered)
     learned = descendants_of(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}
-    early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
-    split = Splitter(graph, keys)
     late = {key: node for key, node in results.items() if key not in written}
     behind = [d for d in done if d not in among and d not in varies]
-    wanted_late = [n for n in (*late.values(), *[x for d in behind for x in d.all_input_nodes]) if isinstance(n, Node)]
-    _refuse_wanted_whole(wanted_late, varies.difference(sums, rows.values()))
-    integers = {n for n in early if is_integer(n)}
+    _refuse_wanted_whole((*late.values(), *(x for d in behind for x in d.all_input_nodes)), varies.difference(sums, rows.values()))
     later = {*varies, *done, *learned, output_of(graph)}
-    shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
-    given = {n: key_of("value", n.name) for n in shared}
-    before = split.stage("before", {key: n for n, key in given.items()}, given={})
-    taken = {total: key_of(REDUCTIONS[total.args[2]].part, part.name) for total, part in zip(sums, parts, strict=True)}
-    leaving = dict(zip(taken.values(), parts, strict=True))
-    leaving |= {key_of("rows", node.name): node for node in rows.values()}
-    whole = {total: _whole(key) for total, key in taken.items()}
-    whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
-    first = {key: part for key, part in leaving.items() if whole_of(key) and any(whole[total] == _whole(key) for total in mixing)}
-    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward separately anyway
-    ahead = split.stage("first", apart, given=given)
+    early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated and not is_integer(n)]
+    given = {n: key_of("value", n.name) for n in early if not later.isdisjoint(n.users)}
+    before = split_stage("before", keys, {key: n for n, key in given.items()})
+    taken = {total: key_of(REDUCTIONS[total.args[2]].part, total.args[0].name) for total in sums}
+    taken |= {node: key_of("rows", node.name) for node in rows.values()}
+    leaving = {key: node.args[0] if node in among else node for node, key in taken.items()}
+    whole = {node: _whole(key) for node, key in taken.items()}
     learnt = {total: whole[total] for total in mixing}
-    each = split.stage("each", {k: v for k, v in leaving.items() if k not in apart} | written, given={**given, **learnt})
-    after = split.stage("after", late, given={**given, **whole})
+    first = {key: part for key, part in leaving.items() if _whole(key) in learnt.values()}
+    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward separately anyway
+    ahead = split_stage("first", keys, apart, given)
+    each = split_stage("each", keys, {k: v for k, v in leaving.items() if k not in apart} | written, {**given, **learnt})
+    after = split_stage("after", keys, late, {**given, **whole})
     outputs = whole_rows(lowered, after)
     stages = {s.name: s for s in (before, ahead, each, after) if s.outputs}
     return replace(lowered, stages=stages, outputs=outputs, schedule=_schedule(stages, count))
@@ -124,22 +116,22 @@ def _whole(key: str) -> str:
 
 def refuse_gathered_rows(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
     """Raises CompileError for a collective over microbatches that is none of the `sums`. `sizes`: of the axes."""
-    for node in graph.nodes:
-        if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
-            _refuse_few_rows(node, sizes)
-            raise _mixes(node)
+    found = (node for node in graph.nodes if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1])
+    if (node := next(found, None)) is not None:
+        _refuse_few_rows(node, sizes)
+        raise _mixes(node)
 
 
 def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
     """Raises CompileError if partial rows of all microbatches are reduce-scattered and a microbatch has fewer rows than ranks."""
     (operand,) = node.all_input_nodes
-    sharding = record(operand).sharding
+    sharding, count = record(operand).sharding, sizes[MICROBATCH]
     if sharding is None:
         return
     ranks = prod(sizes[axis] for axis, _ in sharding.partial)
-    for part in (part for dim in sharding.dims for part in dim if MICROBATCH in part.axes):
-        if part.size < sizes[MICROBATCH] * ranks:
-            count, axes = sizes[MICROBATCH], " and ".join(axis for axis, _ in sharding.partial)
+    for _, _, part in sharding.parts():
+        if MICROBATCH in part.axes and part.size < count * ranks:
+            axes = " and ".join(axis for axis, _ in sharding.partial)
             raise CompileError(
                 f"microbatches={count}: the {part.factor} has {part.size} rows, and each of {ranks} ranks along {axes} takes a row of "
                 f"every microbatch, at {record(node).source}\n"
@@ -215,56 +207,36 @@ def outputs_by_rows(lowered: LoweredProgram, stage: Stage) -> dict[str, Node]:
 def whole_rows(lowered: LoweredProgram, after: Stage) -> tuple[Port, ...]:
     """Changes `after` so that placeholders with keys `joined:` have the rows of all microbatches, gathered over ranks and without padding.
     Returns the ports of the outputs."""
-    count = lowered.sizes[MICROBATCH]
-    graph = after.graph
-    for node, key in after.keys().items():
-        if not is_a(key, "joined"):
-            continue
-        made = record(node)
-        assert made.sharding is not None
-        part = made.sharding.dims[0][0]
-        axes = [axis for axis in part.axes if axis != MICROBATCH]
-        set_record(node, replace(made, shape=(made.shape[0] * count, *made.shape[1:]), sharding=None))
-        rows = _OutputRows(graph, node, partial(_rows, part, lowered.sizes))
-        rows.cut_padding(axes)
-        while axes and lowered.request.inputs != "local":
-            rows.gather(axes.pop(), lowered.sizes)
-            rows.cut_padding(axes)
-        if rows.made:
-            node.replace_all_uses_with(rows.last, delete_user_cb=rows.is_other)
     local = lowered.request.inputs == "local"
+    for node, key in after.keys().items():
+        if is_a(key, "joined"):
+            _join_rows(after.graph, node, lowered.sizes, local)
     return tuple(port if port.sharding is None else replace(port, sharding=_without(port.sharding, local)) for port in lowered.outputs)
 
 
-def _rows(part: Part, sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    return local_size(replace(part, axes=tuple(axes)), sizes)
+def _join_rows(graph: Graph, node: Node, sizes: Mapping[str, int], local: bool) -> None:
+    """The rows of one output: gathered axis by axis (with `local`, not at all), each time without the padding."""
+    made, readers, last = record(node), list(node.users), node
+    assert made.sharding is not None
+    part = made.sharding.dims[0][0]
+    axes = [axis for axis in part.axes if axis != MICROBATCH]
+    update(node, shape=(made.shape[0] * sizes[MICROBATCH], *made.shape[1:]), sharding=None)
 
+    def emit(rows: int, target: Function, *args: Argument) -> Node:
+        like = record(last)
+        return call(graph, replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches"), target, last, *args)
 
-class _OutputRows:
-    """Emits the rows of an output: gathered axis by axis, each time without the padding. `size(axes)`: rows of a tile split by `axes`."""
-
-    def __init__(self, graph: Graph, node: Node, size: Callable[[Sequence[str]], int]) -> None:
-        self.graph, self.last, self.size = graph, node, size
-        self.place = placeholders(graph)[-1]
-        self.made: list[Node] = []
-
-    def cut_padding(self, axes: Sequence[str]) -> None:
-        if record(self.last).shape[0] != self.size(axes):
-            self._emit(self.size(axes), aten.slice.Tensor, 0, 0, self.size(axes))
-
-    def gather(self, axis: str, sizes: Mapping[str, int]) -> None:
-        self._emit(record(self.last).shape[0] * sizes[axis], spmd.all_gather, [axis], 0)
-
-    def is_other(self, user: Node) -> bool:
-        return user not in self.made
-
-    def _emit(self, rows: int, target: Function, *args: Argument) -> None:
-        like = record(self.last)
-        with self.graph.inserting_after(self.place):
-            made = replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches")
-            self.place = call(self.graph, made, target, self.last, *args)
-        self.last = self.place
-        self.made.append(self.place)
+    with graph.inserting_before(placeholders(graph)[-1].next):
+        while True:
+            rows = local_size(replace(part, axes=tuple(axes)), sizes)
+            if record(last).shape[0] != rows:
+                last = emit(rows, aten.slice.Tensor, 0, 0, rows)
+            if local or not axes:
+                break
+            axis = axes.pop()
+            last = emit(rows * sizes[axis], spmd.all_gather, [axis], 0)
+    for reader in readers:
+        reader.replace_input_with(node, last)
 
 
 def _place(sharding: Sharding | None) -> tuple[int, int] | None:

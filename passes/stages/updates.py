@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from meshc.errors import CompileError
 from meshc.ir import record, records, spmd, update
 from meshc.ir.graph import call, copy_into
-from meshc.passes.phases.splitter import Splitter
+from meshc.passes.phases.splitter import split_stage
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
         else:
             results[key] = new if home == ALL else _to_all(copy, new, home, rank, axis)
     copy.output(tuple(results.values()))
-    return Splitter(copy, keys).stage(f"after_{rank}", results, {})
+    return split_stage(f"after_{rank}", keys, results)
 
 
 def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> Node:
