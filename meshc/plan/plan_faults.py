@@ -15,6 +15,10 @@ from meshc.errors import PlanError
 SHOWN: Final = 50
 """Largest number of faults in one message."""
 
+_NAMED: Final = "name modules as model.named_modules() does, with * for any text, or leave the line out"
+NO_MODULE: Final = f"forward runs no operator in such a module; {_NAMED}"
+NO_VALUE: Final = f"no module of this name returns a value; {_NAMED}"
+
 
 def refuse_faults(what: str, faults: Sequence[str]) -> None:
     if faults:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
@@ -38,6 +39,10 @@ class KeepLine(PlanLine):
     """Outputs of the modules that ``pattern`` names are never recomputed. ``pattern`` is a glob of module paths."""
 
     pattern: str
+
+    def names(self, module: str) -> bool:
+        """Whether the pattern matches the module at this path."""
+        return fnmatchcase(module, self.pattern)
 
     def __str__(self) -> str:
         return f"keep {_VALUE}{self.pattern}"

@@ -15,17 +15,14 @@ from dataclasses import replace
 from torch.fx import Node
 
 from meshc.cost.devices import devices_of
-from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
+from meshc.ir import calls_of, local_bytes, record, records
 from meshc.ir.graph import ancestors_of, computable_from, copy_graph
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_copies import has_known_size, offload_values, read_too_soon, roots_of
+from meshc.passes.memory.recomputable import returned_values
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
-from meshc.plan.plan_faults import refuse_faults
-
-_NO_VALUE = "no module of this name returns a value"
-_NO_MODULE = "forward runs no operator in such a module"
-_NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
+from meshc.plan.plan_faults import NO_MODULE, NO_VALUE, refuse_faults
 
 
 def offload(lowered: LoweredProgram) -> LoweredProgram:
@@ -57,9 +54,9 @@ Says = Callable[[Node], "OffloadLine | None"]
 def _lines_by_value(lines: Sequence[OffloadLine], lowered: LoweredProgram, forward: Sequence[Node]) -> Says:
     """The first of `lines` about each value, as a function of the value. Raises PlanError for lines about no value."""
     modules = {records(node)[0].source.module for node in forward}
-    returned = {line: set(_returned_values(lowered, line)) for line in lines if line.what == VALUE}
+    returned = {line: returned_values(lowered, line.names) for line in lines if line.what == VALUE}
     faults = [
-        f"{line.where}: {_NO_VALUE if line.what == VALUE else _NO_MODULE}; {_NAMED}"
+        f"{line.where}: {NO_VALUE if line.what == VALUE else NO_MODULE}"
         for line in lines
         if not (returned[line] if line.what == VALUE else any(map(line.covers, modules)))
     ]
@@ -72,20 +69,11 @@ def _lines_by_value(lines: Sequence[OffloadLine], lowered: LoweredProgram, forwa
     return line_for
 
 
-def _returned_values(lowered: LoweredProgram, line: OffloadLine) -> Iterator[str]:
-    """Names, as in records, of the values that `line` names as results of modules."""
-    for node in lowered.joint.graph.nodes:
-        for index, one in enumerate(records(node) if has_record(node) else ()):
-            if any(map(line.names, one.returned_by)):
-                made, index = value_of(node) if is_getitem(node) else (node, index)
-                yield f"{made.name}.{index}"
-
-
 def _values_with_lines(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> Iterator[tuple[Node, str]]:
     """Values that have a line, or share memory with a value that has one, each once, with the line."""
     seen: set[Node] = set()
     for node in forward:
         root = home.get(node)
-        if root is not None and root not in seen and is_tensor(root) and has_known_size(record(root)) and (line := said(node)) is not None:
+        if root is not None and root not in seen and has_known_size(record(root)) and (line := said(node)) is not None:
             seen.add(root)
             yield root, str(line)

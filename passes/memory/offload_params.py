@@ -11,15 +11,15 @@ copy of its own, so that no copy waits on the device in between. The start of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import PlanError
-from meshc.ir import KEY, is_getitem, record, records, set_record, update
+from meshc.ir import KEY, is_getitem, records, update
 from meshc.ir.graph import copied_node
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -49,10 +49,11 @@ def offload_params(lowered: LoweredProgram) -> LoweredProgram:
 
 
 def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: LoweredProgram) -> None:
-    name = held[0].name if held else ""
-    why = f"no parameter of this name is read; {name} is, for one: put the name right, or leave the line out"
-    why = why if held else "the model reads none: leave the line out"
-    refuse_faults("the plan does not fit this model", [f"{line.where}: {why}" for line in lines if not any(map(line.names, _names(held)))])
+    why = "the model reads none: leave the line out"
+    if held:
+        why = f"no parameter of this name is read; {held[0].name} is, for one: put the name right, or leave the line out"
+    names = [port.name for port in held]
+    refuse_faults("the plan does not fit this model", [f"{line.where}: {why}" for line in lines if not any(map(line.names, names))])
     request = lowered.request
     if lines and request.grad and request.optimizer is None and not request.offloaded and lowered.mesh.device_type != "cpu":
         raise PlanError(
@@ -61,8 +62,6 @@ def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: Lowered
         )
 
 
-def _names(held: Iterable[Port]) -> list[str]:
-    return [port.name for port in held]
 
 
 def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
@@ -85,31 +84,27 @@ def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
 
 def _layout_nodes(graph: Graph, node: Node) -> list[Node]:
     """Views and casts of `node` alone, in the graph's order."""
-    found = {node: None}
+    found = [node]
     for one in graph.nodes:
-        alone = one.op == "call_function" and not isinstance(one.meta[KEY], tuple) and not is_getitem(one) and one.all_input_nodes
-        if alone and found.keys() >= set(one.all_input_nodes) and (is_view(one) or one.target is torch.ops.aten._to_copy.default):
-            found[one] = None
-    return list(found)[1:]
+        lays_out = not is_getitem(one) and (is_view(one) or one.target is torch.ops.aten._to_copy.default)
+        if lays_out and not isinstance(one.meta[KEY], tuple) and set(found).issuperset(one.all_input_nodes):
+            found.append(one)
+    return found[1:]
 
 
 def _readers(node: Node, copies: Mapping[Node, Site]) -> dict[Site, list[Node]]:
     """Readers of `node` by site, in the order of the sites' first readers. `copies`: known sites of its views and casts."""
-    found: dict[Site, list[Node]] = {}
+    found: dict[Site, list[Node]] = defaultdict(list)
     for user in sorted(user for user in node.users if user.op == "call_function"):
-        found.setdefault(copies[user] if user in copies else _site(user), []).append(user)
+        one = records(user)[0]
+        found[copies.get(user, (one.phase, "" if one.phase == "update" else one.source.module))].append(user)
     return found
-
-
-def _site(reader: Node) -> Site:
-    one = records(reader)[0]
-    return (one.phase, "" if one.phase == "update" else one.source.module)
 
 
 def _copy_for_phase(graph: Graph, node: Node, phase: str, readers: Sequence[Node]) -> Node:
     with graph.inserting_before(min(readers)):
         made = copied_node(graph, node, lambda operand: operand)
-    set_record(made, replace(record(node), phase=phase, returned_by=()))
+    update(made, phase=phase, returned_by=())
     for reader in readers:
         reader.replace_input_with(node, made)
     return made

@@ -22,7 +22,6 @@ from torch.fx import Graph, Node
 from meshc.ir import KEY, has_record, is_getitem, is_integer, record, records, set_record, spmd, update, value_of
 from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
-from meshc.ir.storage_moves import Storage
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import STATE, OffloadLine
@@ -37,35 +36,32 @@ def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
     (stage,) = lowered.stages.values()
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
-    offloaded = {key: str(line) for key, line in said.items()}
-    storages = {key: line.storage for key, line in said.items()}
-    _offload(stage, offloaded, storages)
-    if any(line.update for line in said.values()):
-        update_on_host(stage, {key: str(line) for key, line in said.items() if line.update})
-    return mark_on_host(lowered, storages)
+    _offload(stage, said)
+    if updated := {key: str(line) for key, line in said.items() if line.update}:
+        update_on_host(stage, updated)
+    return mark_on_host(lowered, {key: line.storage for key, line in said.items()})
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:
-    if not held:
-        why = "the optimizer keeps no state that could lie on the host (plain SGD has none): take one that does"
-    else:
+    why = "the optimizer keeps no state that could lie on the host (plain SGD has none): take one that does"
+    if held:
         why = f"no parameter of this name has optimizer state; {held[0].of} has some, for one: put the name right"
     faults = [f"{line.where}: {why}, or leave the line out" for line in lines if not any(line.names(port.of) for port in held)]
     refuse_faults("the plan does not fit this model", faults)
 
 
-def _offload(stage: Stage, offloaded: dict[str, str], storages: Mapping[str, Storage]) -> None:
-    """In place. `offloaded`: by key of state, its line; `storages`: by key, where it is stored."""
+def _offload(stage: Stage, said: Mapping[str, OffloadLine]) -> None:
+    """In place. `said`: by key of state, its line."""
     results = stage.results()
     for node, key in stage.keys().items():
-        if key not in offloaded:
+        if key not in said:
             continue
         readers = [user for user in node.users if user.op != "output"]
-        update(node, storage=storages[key])
+        update(node, storage=said[key].storage)
         if readers:
-            fetch(stage.graph, node, min(readers), readers, "update", offloaded[key])
+            fetch(stage.graph, node, min(readers), readers, "update", str(said[key]))
         if results[key] is not node:
-            put_back(stage.graph, stage.outputs.index(key), node, offloaded[key])
+            put_back(stage.graph, stage.outputs.index(key), node, str(said[key]))
 
 
 def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
@@ -89,7 +85,7 @@ def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
         set_record(node, made if isinstance(node.meta[KEY], tuple) else made[0])
     why = next(iter(offloaded.values()))
     _copy_operands_to_host(graph, there, why)
-    _copy_results_to_device(stage, there, {key: node for node, key in keys.items()}, why)
+    _copy_results_to_device(stage, there, why)
     for node in reversed(list(graph.nodes)):
         if node.target is spmd.from_host and not node.users:
             graph.erase_node(node)
@@ -135,16 +131,17 @@ def _copy_operands_to_host(graph: Graph, there: Collection[Node], why: str) -> N
             node.replace_input_with(operand, copies[operand])
 
 
-def _copy_results_to_device(stage: Stage, there: Collection[Node], entered: Mapping[str, Node], why: str) -> None:
+def _copy_results_to_device(stage: Stage, there: Collection[Node], why: str) -> None:
     """In place: results of the nodes in `there` that the device reads are copied; those that are stored on the host stay."""
-    graph = stage.graph
+    graph, entered = stage.graph, {key: node for node, key in stage.keys().items()}
     for node in there:
-        outside = [user for user in node.users if user.op == "call_function" and user not in there]
-        for user in outside:
+        readers = []
+        for user in [user for user in node.users if user.op == "call_function" and user not in there]:
             if user.target is spmd.to_host:
                 user.replace_all_uses_with(node)
                 graph.erase_node(user)
-        readers = [user for user in outside if user.target is not spmd.to_host and user.op == "call_function"]
+            else:
+                readers.append(user)
         if readers:
             with graph.inserting_before(min(readers)):
                 back = call(graph, replace(record(node), storage="device", reason=why), spmd.from_host, node)

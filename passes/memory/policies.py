@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from meshc.cost.flops import flops
-from meshc.ir import records, spmd
+from meshc.ir import phase_of, records, spmd
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
 from meshc.rules.elementwise import is_pointwise
@@ -47,11 +47,7 @@ class RecomputePolicy:
     """
 
     may: Callable[[Node], bool]
-    ahead: Callable[[Node], int | None]
-
-
-def _any_distance(node: Node) -> int | None:
-    return None
+    ahead: Callable[[Node], int | None] = lambda node: None
 
 
 AHEAD: Final = 8
@@ -84,52 +80,44 @@ def _may_within_groups(groups: Mapping[str, int]) -> Callable[[Node], bool]:
 
     def may(node: Node) -> bool:
         group = groups.get(layer_of(node))
-        return group is not None and all(
-            groups.get(layer_of(user)) == group for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
-        )
+        return group is not None and all(groups.get(layer_of(user)) == group for user in node.users if phase_of(user) == "forward")
 
     return may
 
 
-def _layer_policy(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> RecomputePolicy:
-    """The policy `layer`. `together`: of a number of layers, how many are recomputed at a time."""
-    names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
-    size = together(len(names))
-    return RecomputePolicy(_may_within_groups({name: number // size for number, name in enumerate(names)}), _any_distance)
-
-
-def _square_root(count: int) -> int:
-    return max(1, ceil(sqrt(count)))
+_NEAR: Final[Mapping[str, Callable[[Node], bool]]] = {
+    "cheap": is_cheap,
+    LITTLE: lambda node: is_cheap(node) or node.target is spmd.all_to_all,
+    "selective": is_no_product,
+}
+"""What may be recomputed by the policies that look no further than `AHEAD`."""
 
 
 def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> RecomputePolicy:
     """The policy `name` for a graph's forward calls."""
     if name == "none":
-        return RecomputePolicy(lambda node: False, _any_distance)
-    if name == "cheap":
-        return RecomputePolicy(is_cheap, lambda node: AHEAD)
-    if name == LITTLE:
-        return RecomputePolicy(lambda node: is_cheap(node) or node.target is spmd.all_to_all, lambda node: AHEAD)
-    if name == "selective":
-        return RecomputePolicy(is_no_product, lambda node: AHEAD)
-    if name == BY_BUDGET:
-        inside = _layer_policy(forward).may
-        return RecomputePolicy(
-            lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD
-        )
-    return _layer_policy(forward, _square_root) if name == "sqrt" and not pipeline else _layer_policy(forward)
+        return RecomputePolicy(lambda node: False)
+    if name in _NEAR:
+        return RecomputePolicy(_NEAR[name], lambda node: AHEAD)
+    layers = [layer for layer in dict.fromkeys(map(layer_of, forward)) if layer]
+    together = max(1, ceil(sqrt(len(layers)))) if name == "sqrt" and not pipeline else 1
+    inside = _may_within_groups({layer: number // together for number, layer in enumerate(layers)})
+    if name != BY_BUDGET:
+        return RecomputePolicy(inside)
+    return RecomputePolicy(
+        lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD
+    )
 
 
 def _may_recompute_checkpointed(node: Node) -> bool:
     """Whether a value of the user's own checkpointed region is recomputed: not if its policy saves it, or if it is read outside."""
     source = records(node)[0].source
     return not source.saved and all(
-        records(user)[0].source.region == source.region
-        for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
-    )  # fmt: skip
+        records(user)[0].source.region == source.region for user in node.users if phase_of(user) == "forward"
+    )
 
 
-CHECKPOINTED: Final = RecomputePolicy(_may_recompute_checkpointed, _any_distance)
+CHECKPOINTED: Final = RecomputePolicy(_may_recompute_checkpointed)
 
 
 class Policies:

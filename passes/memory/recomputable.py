@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from meshc.cost.flops import flops
-from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record, records, value_of
+from meshc.ir import KEY, calls_of, has_record, is_getitem, is_integer, local_bytes, phase_of, record, records, value_of
 from meshc.ir.graph import ancestors_of, computable_from
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
@@ -17,7 +17,6 @@ from meshc.passes.memory.policies import Policies
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
-from meshc.program.program import Stage
 
 
 @dataclass(frozen=True)
@@ -37,39 +36,38 @@ class Recomputable:
 
     def bytes_of(self, node: Node) -> int | None:
         """Bytes for keeping a value; None: it is never kept."""
-        if node in self.operands and (node in self.learned or is_integer(node) or (is_view(node) and not is_getitem(node))):
-            return None
-        return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
-
-
-def recomputable_values(
-    graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
-) -> Recomputable:
-    """`fixed`: values that are not recomputed. `written`: buffers that a step writes, which another microbatch may do before backward."""
-    forward, backward = calls_of(graph, "forward"), calls_of(graph, "backward")
-    learned = computable_from(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
-    among = set(forward)
-    wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
-    never = {node for node in forward if node in fixed or _is_once_only(node) or not set(written).isdisjoint(node.all_input_nodes)}
-    return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
+        of_operands = node in self.learned or is_integer(node) or (is_view(node) and not is_getitem(node))
+        return None if (node in self.operands and of_operands) or isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
 
 
 def recomputable_of_stage(
     lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()
 ) -> Recomputable:
-    """Recomputable values of the only stage, by the last of `lines` about each, or the policy `usual`."""
+    """Recomputable values of the only stage, by the last of `lines` about each, or the policy `usual`. `fixed`: not recomputed."""
     (stage,) = lowered.stages.values()
-    keys = stage.keys()
-    written = {key for key in stage.results() if is_a(key, "buffer")}
-    policies = Policies(usual, lines, calls_of(stage.graph, "forward"), lowered.mesh.pipeline_axis is not None)
-    given = set() if lowered.request.train else _returned_values(stage)
-    return recomputable_values(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
+    keys, results = stage.keys(), stage.results()
+    forward, backward = calls_of(stage.graph, "forward"), calls_of(stage.graph, "backward")
+    policies = Policies(usual, lines, forward, lowered.mesh.pipeline_axis is not None)
+    never = set(fixed)
+    if not lowered.request.train:  # what is returned to the caller is in memory in any case; the nodes that collect it count as backward
+        outputs = [value for key, value in results.items() if is_a(key, "output")]
+        never |= ancestors_of(outputs, through=lambda node: phase_of(node) == "backward").keys()
+    written = {node for node, key in keys.items() if is_a(key, "buffer") and key in results}  # by another microbatch before backward
+    never |= {node for node in forward if _is_once_only(node) or not written.isdisjoint(node.all_input_nodes)}
+    learned = computable_from(stage.graph, [node for node, key in keys.items() if is_a(key, "parameter")])
+    wanted = {operand for node in backward for operand in node.all_input_nodes}.intersection(forward)
+    return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
 
 
-def _returned_values(stage: Stage) -> set[Node]:
-    """Values that are returned to the caller, and so are in memory in any case. The nodes that collect them count as backward."""
-    outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
-    return set(ancestors_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
+def returned_values(lowered: LoweredProgram, names: Callable[[str], bool]) -> set[str]:
+    """Names, as in records, of the values that modules return. `names`: whether a path is that of such a module."""
+    return {
+        f"{value.name}.{index}"
+        for node in lowered.joint.graph.nodes
+        for place, one in enumerate(records(node) if has_record(node) else ())
+        for value, index in [value_of(node) if is_getitem(node) else (node, place)]
+        if any(map(names, one.returned_by))
+    }
 
 
 def _operands(

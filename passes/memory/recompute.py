@@ -11,26 +11,22 @@ draws are repeated by seed and position.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from fnmatch import fnmatchcase
 from typing import Final
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from meshc.cost.devices import devices_of
 from meshc.cost.roofline import seconds
-from meshc.ir import calls_of, has_record, is_getitem, is_integer, records, value_of
+from meshc.ir import calls_of, is_integer, records
 from meshc.passes.memory.kept_values import least_kept
 from meshc.passes.memory.policies import LITTLE
-from meshc.passes.memory.recomputable import Recomputable, recomputable_of_stage
+from meshc.passes.memory.recomputable import Recomputable, recomputable_of_stage, returned_values
 from meshc.passes.memory.recompute_within_budget import held_bytes, may_hold, recompute_seconds, recompute_within_budget, with_copies
 from meshc.passes.memory.trade import Trade
 from meshc.passes.memory.write_copies import write_copies
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.plan_faults import refuse_faults
+from meshc.plan.plan_faults import NO_MODULE, NO_VALUE, refuse_faults
 from meshc.program.packing import is_view
-
-_NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
-_NO_MODULE = f"forward runs no operator in such a module; {_NAMED}"
 
 
 def recompute(lowered: LoweredProgram) -> LoweredProgram:
@@ -41,16 +37,16 @@ def recompute(lowered: LoweredProgram) -> LoweredProgram:
     kept = _kept_names(lowered, forward)
     fixed = {node for node in forward if records(node)[0].of in kept}
     checkpointed = any(records(node)[0].source.region for node in forward)
-    if checkpointed or {request.options.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
-        recompute_all_but_least(recomputable_of_stage(lowered, request.options.remat or "none", plan.remats, fixed), stage.graph)
+    usual = request.options.remat or "none"
+    if checkpointed or {usual, *(line.policy for line in plan.remats)} != {"none"}:
+        can = recomputable_of_stage(lowered, usual, plan.remats, fixed)
+        least = least_kept(can.forward, can.operands, can.bytes_of, can.wanted)
+        write_copies(stage.graph, can.backward, [node for node in can.forward if node not in least and node in can.operands])
     budget = may_hold(request)
-    if request.options.remat is not None:
+    if request.options.remat is not None or (budget is not None and lowered.mesh.pipeline_axis is not None):
         return lowered
-    if budget is None:
-        return recompute_by_price(lowered, settled_values(lowered))
-    return (
-        recompute_within_budget(lowered, budget - request.spare, settled_values(lowered)) if lowered.mesh.pipeline_axis is None else lowered
-    )
+    settled = settled_values(lowered)
+    return recompute_by_price(lowered, settled) if budget is None else recompute_within_budget(lowered, budget - request.spare, settled)
 
 
 def settled_values(lowered: LoweredProgram) -> set[Node]:
@@ -68,27 +64,11 @@ def settled_values(lowered: LoweredProgram) -> set[Node]:
 def _kept_names(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
     """Names, as in records, of the values that the plan's lines keep. Raises PlanError."""
     modules = {records(node)[0].source.module for node in forward}
-    faults = [f"{line.where}: {_NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]
-    kept = set()
-    for line in lowered.plan.kept:
-        found = {
-            f"{value.name}.{index}"
-            for node in lowered.joint.graph.nodes
-            for index, one in enumerate(records(node) if has_record(node) else ())
-            for value, index in [value_of(node) if is_getitem(node) else (node, index)]
-            if any(fnmatchcase(path, line.pattern) for path in one.returned_by)
-        }
-        if not found:
-            faults.append(f"{line.where}: no module of this name returns a value; {_NAMED}")
-        kept |= found
+    faults = [f"{line.where}: {NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]
+    found = [(line, returned_values(lowered, line.names)) for line in lowered.plan.kept]
+    faults += [f"{line.where}: {NO_VALUE}" for line, values in found if not values]
     refuse_faults("the plan does not fit this model", faults)
-    return kept
-
-
-def recompute_all_but_least(can: Recomputable, graph: Graph) -> None:
-    """In place: keeps the fewest bytes, and recomputes the other values."""
-    kept = least_kept(can.forward, can.operands, can.bytes_of, can.wanted)
-    write_copies(graph, can.backward, [node for node in can.forward if node not in kept and node in can.operands])
+    return set().union(*(values for _, values in found))
 
 
 WORTH: Final = 0.1
@@ -119,10 +99,12 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
     byte_s = WORTH * step_s / held
     trade = Trade(can, recompute_seconds(can, lowered, device, each_s))
     for share in SHARES:
-        kept = trade.worth(share * byte_s)
+        kept = trade.cheapest_at(share * byte_s, even=True)
         if trade.keep_all.bytes - kept.bytes < LEAST * held:
             break
-        again = kept.again if _has_separate_stages(lowered) else _without_light_values(kept.again, can)
+        # forward and backward as separate stages: one should pass as little as possible to the other
+        apart = lowered.mesh.pipeline_axis is not None or not lowered.request.train
+        again = kept.again if apart else _without_light_values(kept.again, can)
         left = with_copies(lowered, [(can.backward, again)])
         if lowered.mesh.pipeline_axis is not None:
             return left
@@ -132,9 +114,6 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
     return lowered
 
 
-def _has_separate_stages(lowered: LoweredProgram) -> bool:
-    """Whether forward and backward will be separate stages, of which one should pass as little as possible to the other."""
-    return lowered.mesh.pipeline_axis is not None or not lowered.request.train
 
 
 def _without_light_values(again: Iterable[Node], can: Recomputable) -> list[Node]:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from operator import itemgetter
 from typing import Final
 
 from torch.fx import Graph, Node
@@ -23,7 +24,7 @@ from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import copy_seconds
 from meshc.cost.roofline import seconds, start_seconds
 from meshc.cost.stage_clock import node_seconds
-from meshc.ir import calls_of, is_tensor, local_bytes, record, spmd
+from meshc.ir import calls_of, local_bytes, record, spmd
 from meshc.ir.graph import copy_into
 from meshc.passes.lower.share_memory import rank_bytes_when_lowered
 from meshc.passes.memory.host_copies import has_known_size, offload_values, roots_of
@@ -48,66 +49,53 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
     if held <= budget:
         return lowered
     can = recomputable_of_stage(lowered, BY_BUDGET, fixed=fixed)
-    choice = _Choice(lowered, can, fixed)
-    whole, fewest = choice.most, choice.least
-    most, frees = whole, 1.0
-    least: _RecomputedProgram | None = None
+    device, room, (stage,) = devices_of(lowered.mesh).slowest(), host_budget_of(lowered.request), lowered.stages.values()
+    takes = recompute_seconds(can, lowered, device)
+    trade: Trade | HostTrade = (here := Trade(can, takes))
+    whole = here.keep_all.bytes
+    if room is not None:
+        trade = HostTrade(stage.graph, can, takes, device, room - rank_bytes_when_lowered(lowered).host, fixed)
+
+    def program(most: int) -> tuple[LoweredProgram, int]:
+        """The program that keeps at most `most` bytes on the device, with the bytes that a rank holds."""
+        kept, bound = trade.within(most)
+        left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(recompute_note(kept, bound, can))
+        return left, held_bytes(left)
+
+    most, fewest, frees = whole, trade.keep_least.bytes, 1.0
+    least: tuple[LoweredProgram, int] | None = None
     for _ in range(ROUNDS):
         less = ceil((held - budget) / frees)
         most = max(fewest, most - less)
-        made = _RecomputedProgram(lowered, can, *choice.within(most))
-        if made.held <= budget:
-            return made.left
-        least = least or _RecomputedProgram(lowered, can, *choice.within(fewest))
-        if least.held > budget:
+        made = program(most)
+        if made[1] <= budget:
+            return made[0]
+        least = least or program(fewest)
+        if least[1] > budget:
             # recomputed values take memory too: a choice in between may hold less
-            between: list[_RecomputedProgram] = []
+            between = []
             for part in range(PARTS - 1, 0, -1):
-                between.append(_RecomputedProgram(lowered, can, *choice.within(whole * part // PARTS)))
-                if between[-1].held <= budget:
-                    return between[-1].left
-            return min((*between, made, least), key=lambda one: one.held).left
-        frees, held = min(1.0, max(LEAST_FREED, (held - made.held) / less)), made.held
+                between.append(program(whole * part // PARTS))
+                if between[-1][1] <= budget:
+                    return between[-1][0]
+            return min((*between, made, least), key=itemgetter(1))[0]
+        frees, held = min(1.0, max(LEAST_FREED, (held - made[1]) / less)), made[1]
     assert least is not None
-    return least.left
-
-
-class _Choice:
-    """Choice of values to keep, to recompute, or to keep on the host. `most`, `least`: limits of the bytes kept on the device."""
-
-    def __init__(self, lowered: LoweredProgram, can: Recomputable, fixed: Collection[Node]) -> None:
-        device, (stage,) = devices_of(lowered.mesh).slowest(), lowered.stages.values()
-        self.takes = recompute_seconds(can, lowered, device)
-        self.trade, room = Trade(can, self.takes), host_budget_of(lowered.request)
-        self.elsewhere: HostTrade | None = None
-        if room is not None:
-            self.elsewhere = HostTrade(stage.graph, can, self.takes, device, room - rank_bytes_when_lowered(lowered).host, fixed)
-        self.most = self.trade.keep_all.bytes
-        self.least = self.trade.keep_least.bytes if self.elsewhere is None else self.elsewhere.least
-
-    def within(self, most: int) -> tuple[KeptValues, float]:
-        """As `Trade.within`."""
-        return self.trade.within(most) if self.elsewhere is None else self.elsewhere.within(most)
-
-
-class _RecomputedProgram:
-    """Program of a choice, with the bytes that a rank holds."""
-
-    def __init__(self, lowered: LoweredProgram, can: Recomputable, kept: KeptValues, bound: float) -> None:
-        self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(recompute_note(kept, bound, can))
-        self.held = held_bytes(self.left)
+    return least[0]
 
 
 def may_hold(request: Request) -> int | None:
     """The user's budget in bytes. A program in float64, for comparison with the model, may hold twice as much, so that it recomputes about
     the same as the program that will run."""
-    said = request.options.budget
-    return None if said is None else said * (2 if request.double else 1)
+    return _allowed_bytes(request.options.budget, request)
 
 
 def host_budget_of(request: Request) -> int | None:
     """The user's host budget in bytes, likewise; None where nothing is offloaded for a budget."""
-    said = request.options.host_room
+    return _allowed_bytes(request.options.host_room, request)
+
+
+def _allowed_bytes(said: int | None, request: Request) -> int | None:
     return None if said is None else said * (2 if request.double else 1)
 
 
@@ -124,9 +112,8 @@ def recompute_seconds(
     known = each_s or {}
     return {
         node: known[node] if node in known and not spmd.is_collective(node.target) else node_seconds(node, lowered.mesh, device)
-        for node in can.operands
-        if node not in can.learned
-    }
+        for node in can.operands if node not in can.learned
+    }  # fmt: skip
 
 
 def with_copies(
@@ -141,9 +128,8 @@ def with_copies(
         left = set(graph.nodes)  # `write_copies` may have replaced a gather of backward
         write_copies(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
     if there:
-        late = calls_of(graph, "backward")
         reasons = {copies[node]: BY_BUDGET_THERE for node in stage.graph.nodes if node in there}
-        offload_values(graph, reasons, roots_of(calls_of(graph, "forward")), late)
+        offload_values(graph, reasons, roots_of(calls_of(graph, "forward")), calls_of(graph, "backward"))
     return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
 
 
@@ -186,7 +172,7 @@ class HostTrade:
         home = roots_of(can.forward)
         may = [
             node for node in can.forward
-            if home.get(node) is node and is_tensor(node) and has_known_size(record(node)) and node not in can.learned and node not in fixed
+            if home.get(node) is node and has_known_size(record(node)) and node not in can.learned and node not in fixed
             and not any(user.op == "output" for user in node.users)
         ]  # fmt: skip
         self.seconds = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in may}
@@ -199,9 +185,9 @@ class HostTrade:
                 self.hides[layer_of(node)] += HIDES * seconds(node, device)
 
     @property
-    def least(self) -> int:
-        """The fewest bytes kept on the device, if the host has room."""
-        return Trade(self.can, self.takes, copies=self.seconds).keep_least.bytes
+    def keep_least(self) -> KeptValues:
+        """The choice of the fewest bytes on the device, if the host has room."""
+        return Trade(self.can, self.takes, copies=self.seconds).keep_least
 
     def within(self, most: int) -> tuple[KeptValues, float]:
         """As `Trade.within`."""
@@ -220,7 +206,7 @@ class HostTrade:
         recompute per second of copies come first."""
         room, left = self.room, dict(self.hides or {})
         over: set[Node] = set()
-        there = [node for node in self.can.forward if node in kept.there]
+        there = (node for node in self.can.forward if node in kept.there)
         for node in sorted(there, key=lambda node: -self.takes.get(node, 0.0) / self.seconds[node]):
             layer, takes, size = layer_of(node), self.seconds[node] / 2, local_bytes(record(node))
             if size > room or (self.hides is not None and takes > left[layer]):

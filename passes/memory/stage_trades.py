@@ -42,8 +42,10 @@ class StageTrades:
     def __init__(self, lowered: LoweredProgram, places: StageMap, fixed: Collection[Node] = ()) -> None:
         self.lowered, self.places = lowered, places
         (stage,) = lowered.stages.values()
-        self._at = {node: places.stage[node.name] for node in stage.graph.nodes if node.name in places.stage}
-        between = {node for node in self._at if any(self._is_handed_between_stages(node, user) for user in node.users)}
+        self._at = at = {node: places.stage[node.name] for node in stage.graph.nodes if node.name in places.stage}
+        ranks = places.ranks
+        # handed on between two stages of one rank
+        between = {node for node, own in at.items() for user in node.users if at.get(user, own) != own and ranks[at[user]] == ranks[own]}
         self._can = recomputable_of_stage(lowered, BY_BUDGET, fixed={*fixed, *between})
         self._readers = {rank: [node for node in self._can.backward if self._is_on_rank(rank, node)] for rank in sorted(set(places.ranks))}
         takes = recompute_seconds(self._can, lowered, devices_of(lowered.mesh).slowest())
@@ -53,10 +55,6 @@ class StageTrades:
         """Whether a stage of `rank` computes `node`. Values without a stage are computed by each."""
         return node not in self._at or self.places.ranks[self._at[node]] == rank
 
-    def _is_handed_between_stages(self, node: Node, user: Node) -> bool:
-        """Whether `node` and its reader `user` belong to two stages of one rank."""
-        one, other = self._at[node], self._at.get(user)
-        return other is not None and other != one and self.places.ranks[one] == self.places.ranks[other]
 
     def _trade(self, rank: int, takes: Mapping[Node, float]) -> Trade:
         """The trade of the values that the rank computes; values from other ranks are kept where they are read."""

@@ -67,7 +67,10 @@ class Trade:
         copies: Mapping[Node, float] | None = None,
     ) -> None:
         self.can, self.takes, self.copies = can, takes, copies or {}
-        self._sizes = {node: _multiply(can.bytes_of(node), (times or {}).get(node, 1)) for node in can.forward}
+        several = times or {}
+        self._sizes = {
+            node: None if (size := can.bytes_of(node)) is None else size * several.get(node, 1) for node in can.forward
+        }
         count = max(1, len(can.forward))
         self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
 
@@ -88,23 +91,19 @@ class Trade:
         low, high, price = self.keep_least, self.keep_all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
-        if self.copies and (dear := self._cheapest_at(DEAR * low.seconds / high.bytes)).bytes <= most:
+        if self.copies and (dear := self.cheapest_at(DEAR * low.seconds / high.bytes)).bytes <= most:
             low = dear  # the fastest of those that keep least
         for _ in range(PRICES):
             price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
-            between = self._cheapest_at(price)
+            between = self.cheapest_at(price)
             if between.bytes in (low.bytes, high.bytes):
                 break
             low, high = (between, high) if between.bytes <= most else (low, between)
-        even = self._cheapest_at(price, even=True)
+        even = self.cheapest_at(price, even=True)
         return low, max(0.0, even.seconds + price * (even.bytes - most))
 
-    def worth(self, price: float) -> KeptValues:
-        """The cheapest choice where a byte is worth `price` seconds, with equal layers alike."""
-        return self._cheapest_at(price, even=True)
-
-    def _cheapest_at(self, price: float, even: bool = False) -> KeptValues:
-        """The cheapest choice at a price of a byte. `even`: early bytes count no more than late ones."""
+    def cheapest_at(self, price: float, even: bool = False) -> KeptValues:
+        """The cheapest choice where a byte is worth `price` seconds. `even`: early bytes count no more than late ones."""
         cost = {node: None if size is None else self._cost(node, size, price, even) for node, size in self._sizes.items()}
         return self._kept_values(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted), price, even)
 
@@ -124,5 +123,3 @@ class Trade:
         return KeptValues(frozenset(nodes), frozenset(there), sum(sizes.values()), weighed, again, takes)
 
 
-def _multiply(size: int | None, count: int) -> int | None:
-    return None if size is None else size * count

@@ -12,6 +12,7 @@ Points are numbered in order, the beginning and the end among them; a table has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -40,10 +41,9 @@ def ways_to_cut(
 ) -> list[tuple[list[int], float]]:
     """The best cuts with each slack; empty if no cuts are allowed."""
     slower = _by_end(np.maximum(seconds, send_s))
-    allowed = None if may is None else [one.T for one in may]
 
     def tables(table: Numbers) -> list[Numbers]:
-        return [table] * stages if allowed is None else [np.where(one, table, np.inf) for one in allowed]
+        return [table] * stages if may is None else [np.where(one.T, table, np.inf) for one in may]
 
     found = _search(np.maximum, tables(slower))
     if found is None:
@@ -53,7 +53,7 @@ def ways_to_cut(
         sends = np.where(slower <= found[1] * (1 + slack), send_s[:, None], np.inf)
         cuts = (_search(np.add, tables(sends)) or found)[0]
         ends = [0, *cuts, len(send_s) - 1]
-        ways.append((cuts, max(float(seconds[a, b]) for a, b in zip(ends, ends[1:], strict=False))))
+        ways.append((cuts, max(float(seconds[a, b]) for a, b in pairwise(ends))))
     return ways
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
 from torch.fx import Node
 
 from meshc.cost.links import link_of, send_seconds
-from meshc.ir import is_getitem, local_bytes, records
+from meshc.ir import KEY, is_getitem, local_bytes, records
 from meshc.ir.used_rows_dims import dim_of
 from meshc.passes.stages.balance import Numbers
 from meshc.passes.stages.operator_prices import HALVES, Prices
@@ -68,9 +68,8 @@ class StageWork:
 
     def costs(self, cuts: Sequence[int]) -> Costs:
         """Seconds of each stage's halves, and of the messages between stages, as if stages were a chain."""
-        ends = [0, *cuts, self.points[-1]]
-        stages = list(zip(ends, ends[1:], strict=False))
-        table = {(op, stage): half.between(*stages[stage]) for op, half in self.halves.items() for stage in range(len(stages))}
+        stages = list(pairwise([0, *cuts, self.points[-1]]))
+        table = {(op, stage): half.between(*ends) for op, half in self.halves.items() for stage, ends in enumerate(stages)}
         return Costs(table, {link: self.send_s[cuts[min(link.source, link.target)]] for link in chain(len(stages))})
 
     @cached_property
@@ -84,16 +83,9 @@ class StageWork:
 
     def seconds(self, halved: bool) -> Numbers:
         """Seconds of the stage between any two points, as a table. `halved`: with backward in two halves."""
-        if halved not in self._tables:
-            ops = HALVES if halved else ("F", WHOLE)
-            points = np.array(self.points)
-            tables = (self.halves[op].table(points) for op in ops if op in self.halves)
-            self._tables[halved] = sum(tables, np.zeros((len(points), len(points))))
-        return self._tables[halved]
-
-    @cached_property
-    def _tables(self) -> dict[bool, Numbers]:
-        return {}
+        ops, points = HALVES if halved else ("F", WHOLE), np.array(self.points)
+        tables = (self.halves[op].table(points) for op in ops if op in self.halves)
+        return sum(tables, np.zeros((len(points), len(points))))
 
 
 class CutPlaces:
@@ -111,13 +103,13 @@ class CutPlaces:
 
     def work(self, microbatches: int, times: float = 1.0) -> StageWork:
         """The seconds of stages. `times`: rows of a microbatch, relative to the microbatch of this graph."""
-        plain, halved = self.prices.played_seconds(times, False), self.prices.played_seconds(times, True)
-        into = self.prices.accumulation_seconds(microbatches, times)
-        halves = {op: self._stage_seconds((op,), halved, into) for op in HALVES} if self.trains else {}
-        halves["F"] = self._stage_seconds(("F",), plain, into)
-        if self.trains:
-            halves[WHOLE] = self._stage_seconds(HALVES[1:], plain, into)
         prices = self.prices
+        plain, halved = prices.played_seconds(times, False), prices.played_seconds(times, True)
+        into = prices.accumulation_seconds(microbatches, times)
+        parts: dict[str, tuple[Sequence[str], Mapping[Node, float]]] = {"F": (("F",), plain)}
+        if self.trains:
+            parts = {op: ((op,), halved) for op in HALVES} | parts | {WHOLE: (HALVES[1:], plain)}
+        halves = {op: self._stage_seconds(ops, takes, into) for op, (ops, takes) in parts.items()}
         wire = link_of(prices.mesh, [prices.axis], prices.device)
         send_s = [
             max(0, count - 1) * wire.latency_s + send_seconds(times * size, wire) if count else 0.0 for size, count in self._crossing
@@ -128,17 +120,14 @@ class CutPlaces:
         prices = self.prices
         own = np.zeros(len(self.order))
         pairs: list[tuple[int, int, float]] = []
-        for node, op in prices.half.items():
-            if op in ops:
-                own[prices.at[node]] += takes.get(node, 0.0)
-        for node, seconds in into:
+        for node, seconds in (*((node, takes.get(node, 0.0)) for node in prices.half), *into):
             if prices.half[node] in ops:
                 own[prices.at[node]] += seconds
         for shared in prices.shared:
             readers = sorted({place for op in ops for place in shared.readers.get(op, ())})
             for place in readers:
                 own[place] += takes[shared.node]
-            pairs += [(a, b, takes[shared.node]) for a, b in zip(readers, readers[1:], strict=False)]
+            pairs += [(a, b, takes[shared.node]) for a, b in pairwise(readers)]
         columns = np.array(pairs, dtype=float).reshape(-1, 3)
         return StageSeconds(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
 
@@ -161,7 +150,7 @@ def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:
     for i, node in enumerate(order):
         held = sum(map(local_bytes, records(node)))
         last = max((position[user] for user in node.users if user in position), default=i)
-        if held and last > i and not isinstance(node.meta["meshc"], tuple):
+        if held and last > i and not isinstance(node.meta[KEY], tuple):
             for change, amount in ((size, held), (count, 1)):
                 change[i + 1] += amount
                 change[last + 1] -= amount

@@ -8,9 +8,10 @@ backward in its schedule. The estimate is scaled by the exact peak of the cuts o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.fx import Node
 
 from meshc.cost import peak_memory
 from meshc.ir import is_tensor, local_bytes, record, records
+from meshc.ir.graph import ancestors_of
 from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.stages.balance import Numbers, best_cuts, least_cuts
@@ -51,23 +53,20 @@ class StageBytes:
         times = 2 + whole["state"] / max(whole["parameter"], 1)
         seen: set[Node] = set()
         for node in found.forward:
-            work = [operand for operand in node.all_input_nodes if operand in found.learned]
-            while work:
-                operand = work.pop()
-                if operand not in seen:
-                    seen.add(operand)
-                    work += operand.all_input_nodes
-                    if is_a(keys.get(operand, ""), "parameter", "gathered"):
-                        kept[position[node]] += times * local_bytes(record(operand))
-        late = set(found.backward)
+            read = (operand for operand in node.all_input_nodes if operand in found.learned)
+            fresh = [one for one in ancestors_of(read, through=lambda one: one not in seen) if one not in seen]
+            seen.update(fresh)
+            for one in fresh:
+                if is_a(keys.get(one, ""), "parameter", "gathered"):
+                    kept[position[node]] += times * local_bytes(record(one))
+        late, bases = set(found.backward), set[Node]()
         for node in found.forward:
             if is_tensor(node) and not late.isdisjoint(node.users):
-                base = node
-                while is_view(base) and base.all_input_nodes[0] in position:
-                    base = base.all_input_nodes[0]
-                if base not in seen:
-                    seen.add(base)
-                    saved[position[base]] += sum(map(local_bytes, records(base)))
+                while is_view(node) and node.all_input_nodes[0] in position:
+                    node = node.all_input_nodes[0]
+                bases.add(node)
+        for base in bases:
+            saved[position[base]] += sum(map(local_bytes, records(base)))
         return cls((0.0, *accumulate(kept)), (0.0, *accumulate(saved)))
 
     def bytes(self, first: int, last: int, waiting: float) -> float:
@@ -82,16 +81,14 @@ class StageBytes:
 
 def cuts_within(shape: PipelineShape, work: StageWork, has: StageBytes, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may need no more than `budget` bytes, the faster first. `needed`: bytes of a rank under the shape's own cuts."""
-    stages = range(len(shape.ranks))
     waiting = waiting_microbatches(shape)
-    share = [shape.ranks.count(rank) for rank in shape.ranks]
-    ends = [0, *shape.cuts, work.points[-1]]
-    own = [has.bytes(ends[k], ends[k + 1], waiting[k]) for k in stages]
-    estimate = max(sum(own[k] for k in stages if shape.ranks[k] == rank) for rank in shape.ranks)
-    limit = MARGIN * budget * estimate / max(needed, 1)
-    sizes = [share[k] * has.table(work.points, waiting[k]) for k in stages]
-    fast = best_cuts(work.seconds(bool(shape.halved_stages)), work.sends, len(stages), [size <= limit for size in sizes])
-    small = least_cuts(len(stages), sizes)
+    own: dict[int, float] = defaultdict(float)
+    for rank, ends, count in zip(shape.ranks, pairwise([0, *shape.cuts, work.points[-1]]), waiting, strict=True):
+        own[rank] += has.bytes(*ends, count)
+    limit = MARGIN * budget * max(own.values()) / max(needed, 1)
+    sizes = [shape.ranks.count(rank) * has.table(work.points, count) for rank, count in zip(shape.ranks, waiting, strict=True)]
+    fast = best_cuts(work.seconds(bool(shape.halved_stages)), work.sends, len(sizes), [size <= limit for size in sizes])
+    small = least_cuts(len(sizes), sizes)
     found = [tuple(work.points[point] for point in points) for points, _ in filter(None, (fast, small))]
     return [cuts for cuts in dict.fromkeys(found) if cuts != shape.cuts]
 
@@ -99,5 +96,5 @@ def cuts_within(shape: PipelineShape, work: StageWork, has: StageBytes, needed: 
 def waiting_microbatches(shape: PipelineShape) -> list[float]:
     """For each stage, the most microbatches between its forward and its backward."""
     stages = range(len(shape.ranks))
-    lists = shape.actions
-    return [max(activations_in_flight(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]
+    held = (activations_in_flight(shape.actions[rank], [float(k == other) for other in stages]) for k, rank in enumerate(shape.ranks))
+    return [max(each, default=0.0) for each in held]

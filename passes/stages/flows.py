@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import PlanError
-from meshc.ir import is_getitem, is_tensor, record, spmd
+from meshc.ir import is_tensor, record, spmd
 from meshc.ir.graph import ancestors_of
 from meshc.ir.keys import key_of
 from meshc.ir.used_rows_dims import dim_of
@@ -48,25 +48,19 @@ def flows(found: Kinds, placed: Mapping[Node, Half], results: Iterable[tuple[Nod
     """The flows between halves. `results`: values computed in any case, each with its half."""
     made = Flows()
     work: dict[Half, list[Node]] = defaultdict(list)
-    for node, half in placed.items():
-        work[half].append(node)
-    for node, half in results:
+    for node, half in (*placed.items(), *results):
         work[half].append(node)
     forward = {half.stage: _closure(nodes, half, placed) for half, nodes in work.items() if half.op == FORWARD}
     for half in sorted(work, key=lambda half: (half.op != FORWARD, half.stage)):
         own = forward[half.stage] if half.op == FORWARD else _closure(work[half], half, placed)
         for node in own:
             source = placed.get(node)
-            if source == half:
-                continue
             if source is None:
-                keeper = Half(half.stage, FORWARD)
                 if half.op != FORWARD and node in found.given and worth_keeping(node) and node in forward.get(half.stage, ()):
-                    made.reads[half][node] = None
-                    made.gives[keeper][node] = None
-                continue
-            made.reads[half][node] = None
-            _carry(made, node, source, half)
+                    made.reads[half][node] = made.gives[Half(half.stage, FORWARD)][node] = None
+            elif source != half:
+                made.reads[half][node] = None
+                _carry(made, node, source, half)
     return made
 
 
@@ -77,17 +71,16 @@ def _closure(nodes: Iterable[Node], half: Half, placed: Mapping[Node, Half]) -> 
 
 def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
     """Records the path of a value from the half that computes it to one that reads it."""
+    made.gives[source][node] = None
     if source.stage == reader.stage:
-        made.gives[source][node] = None
-    elif source.op == FORWARD and source.stage < reader.stage:
-        made.gives[source][node] = None
-        made.messages[(FORWARD, source.stage, reader.stage)][node] = None
+        return
+    if source.op == FORWARD and source.stage < reader.stage:
+        made.messages[FORWARD, source.stage, reader.stage][node] = None
     else:  # towards stage 0: a gradient, or a value that the later stage's forward half has saved
         giver = Half(source.stage, BACKWARD)
-        made.gives[source][node] = None
         if source != giver:
             made.reads[giver][node] = None
-        made.messages[(BACKWARD, source.stage, reader.stage)][node] = None
+        made.messages[BACKWARD, source.stage, reader.stage][node] = None
 
 
 def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Action]]) -> dict[StageLink, tuple[str, ...]]:
@@ -111,9 +104,8 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
         there = {node for stage in first for node in made.messages.get((op, source, stage), ())}
         sent = [node for node in nodes if node not in there]
         _refuse_used_rows(sent)
-        keys = tuple(flow_of(node) for node in sent)
-        if keys:
-            found[StageLink(op, source, target)] = keys
+        if sent:
+            found[StageLink(op, source, target)] = tuple(map(flow_of, sent))
     return found
 
 
@@ -136,7 +128,5 @@ def _precedes(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
 def worth_keeping(node: Node) -> bool:
     """Whether a value is kept rather than recomputed: random draws, results of collectives, products."""
     target = node.target
-    if spmd.is_collective(target):
-        return True
     heavy = isinstance(target, torch._ops.OpOverload) and (target.namespace == "meshc" or target.overloadpacket is torch.ops.aten.mm)
-    return is_tensor(node) and not is_getitem(node) and heavy
+    return spmd.is_collective(target) or (is_tensor(node) and heavy)

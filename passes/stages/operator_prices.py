@@ -31,7 +31,7 @@ from meshc.ir.spmd import MICROBATCH, is_collective
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.stage_assignment import FORWARD, Kinds, assign_halves
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Kinds, assign_halves
 from meshc.passes.stages.tied_gradients import adds_same_shapes
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
@@ -66,7 +66,7 @@ class Prices:
         self.grown = MicrobatchRows(each, lowered.sizes)
         ends = [node for node in found.backward if not any(user.op != "output" for user in node.users)]
         split = split_backward(found, assign_halves(found, (), at), ends, (0,))
-        self.half = {node: half.op if half.op in (FORWARD, WEIGHTS) else INPUTS for node, half in split.items()}
+        self.half = {node: INPUTS if half.op == BACKWARD else half.op for node, half in split.items()}
         self._nodes = [node for node in each.graph.nodes if node.op == "call_function"]
         self._prices: dict[Node, Price] = {
             node: price(node, self.device, self.grown.has) for node in self._nodes if not is_collective(node.target)
@@ -91,30 +91,24 @@ class Prices:
     def shared(self) -> tuple[ReplicatedNode, ...]:
         readers: dict[Node, dict[str, set[int]]] = {}
         loose = self.found.learned | self.found.given
-        for node in reversed(self._nodes):
-            if node not in loose:
-                continue
+        for node in (node for node in reversed(self._nodes) if node in loose):
             mine: dict[str, set[int]] = defaultdict(set)
             for user in node.users:
-                if user in self.at:
-                    mine[self.half[user]].add(self.at[user])
-                else:
-                    for op, places in readers.get(user, {}).items():
-                        mine[op] |= places
+                for op, places in ({self.half[user]: {self.at[user]}} if user in self.at else readers.get(user, {})).items():
+                    mine[op] |= places
             if node in self.found.given and mine and self._is_kept(node, mine):
                 mine = {min(mine, key=ORDER.__getitem__): {min(min(places) for places in mine.values())}}
             readers[node] = mine
-        takes = self.separate_seconds(1.0)
         return tuple(
             ReplicatedNode(node, {op: tuple(sorted(places)) for op, places in mine.items()})
-            for node, mine in readers.items() if takes[node] and mine
+            for node, mine in readers.items() if self._once[node] and mine
         )
 
     def _is_kept(self, node: Node, readers: Mapping[str, set[int]]) -> bool:
         """Whether a value of inputs alone is computed once: it is worth its memory, or a message is cheaper than recomputing it."""
         if worth_keeping(node):
             return True
-        if not is_tensor(node) or len({place for places in readers.values() for place in places}) < 2:
+        if not is_tensor(node) or len(set().union(*readers.values())) < 2:
             return False
         wire = link_of(self.mesh, [self.axis], self.device)
         sent_s = 2 * self.device.collective_s + send_seconds(local_bytes(record(node)), wire)
@@ -146,7 +140,7 @@ class Prices:
         exchanges = [node for node in self._nodes if is_collective(node.target) and takes[node]]
         if exchanges:
             clock = Clock[Node](contention=self.device.contention, uneven=self.device.uneven)
-            turns = {node: self._turn(node) if halved else min(self._turn(node), 1) for node in self._nodes}
+            turns = self._turns if halved else {node: min(turn, 1) for node, turn in self._turns.items()}
             before = 0
             for node in sorted(self._nodes, key=turns.__getitem__):
                 if turns[node] > before:
@@ -160,28 +154,19 @@ class Prices:
             takes |= {node: clock.waited.get(node, 0.0) for node in exchanges}
         return takes
 
-    def _turn(self, node: Node) -> int:
-        """The half in which a node runs, as a number; for a node without a half, the first half of its readers."""
-        if node in self.half:
-            return ORDER[self.half[node]]
-        return self._first_turns.get(node, 0)
-
     @cached_property
-    def _first_turns(self) -> dict[Node, int]:
-        found: dict[Node, int] = {}
+    def _turns(self) -> dict[Node, int]:
+        """The half in which each node runs, as a number; for a node without a half, the first half of its readers."""
+        found = {node: ORDER[op] for node, op in self.half.items()}
         for node in reversed(self._nodes):
-            if node not in self.half:
-                found[node] = min((ORDER[self.half[user]] if user in self.half else found.get(user, 0) for user in node.users), default=0)
+            if node not in found:
+                found[node] = min((found.get(user, 0) for user in node.users), default=0)
         return found
 
     def accumulation_seconds(self, microbatches: int, times: float) -> list[tuple[Node, float]]:
         """Seconds of adding each term to its sum, with the node that computes the term."""
-        found = []
-        for way, term in self.parts:
-            if term in self.at:
-                size = local_bytes(record(term)) * (times if self.grown.has(*value_of(term)) else 1.0)
-                found.append((term, mean_accumulation_s(way, size, microbatches, self.device)))
-        return found
+        parts = [(way, term, times if self.grown.has(*value_of(term)) else 1.0) for way, term in self.parts if term in self.at]
+        return [(term, mean_accumulation_s(way, local_bytes(record(term)) * rows, microbatches, self.device)) for way, term, rows in parts]
 
 
 class MicrobatchRows:
@@ -192,12 +177,11 @@ class MicrobatchRows:
         self._parts: dict[Part, int] = defaultdict(int)
         self._sizes = sizes
         for node in each.graph.nodes:
-            if node.op in ("placeholder", "call_function") and not is_getitem(node):
+            if node.op != "output" and not is_getitem(node):
                 self._has[node] = [self._grows(node, index) for index in range(len(records(node)))]
 
     def has(self, node: Node, index: int) -> bool:
-        found = self._has.get(node)
-        return found is not None and index < len(found) and found[index]
+        return any(self._has.get(node, ())[index : index + 1])
 
     def moves(self, node: Node) -> bool:
         """Whether the operand of a collective has the rows of a microbatch."""

@@ -27,39 +27,25 @@ class Owners:
     def __init__(self, lowered: LoweredProgram, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
         self.lowered, self.stages, self.ranks = lowered, stages, ranks
         self._behind = {} if before is None else _read_for(before)
-        self.of = self._owners()
-
-    def _owners(self) -> dict[str, int]:
-        """Owners by key: a parameter is stored with the first stage that reads it forward."""
-        owners: dict[str, int] = {}
-        readers: dict[str, int] = {}
-        for stage in sorted(self.stages, key=lambda stage: not stage.name.startswith("forward")):
-            for key in self._reads(stage):
-                readers.setdefault(key, self.ranks[int(stage.name.rpartition("_")[2])])
-        for port in self.lowered.inputs:
-            if port.kind == "parameter":
-                owners[port.key] = self.lowered.request.owners.get(port.key, readers.get(port.key, 0))
-        for port in (*self.lowered.inputs, *self.lowered.outputs):
+        # a parameter is stored with the first stage that reads it forward
+        forward_first = sorted(stages, key=lambda stage: not stage.name.startswith("forward"))
+        readers = {key: ranks[_number_of(stage)] for stage in reversed(forward_first) for key in self._reads(stage)}
+        params = [port.key for port in lowered.inputs if port.kind == "parameter"]
+        self.of = {key: lowered.request.owners.get(key, readers.get(key, 0)) for key in params}
+        for port in (*lowered.inputs, *lowered.outputs):
             of = key_of("parameter", port.of)
-            if port.kind in ("state", "gradient") and of in owners:
-                owners[port.key] = owners[of]
-        return owners
+            if port.kind in ("state", "gradient") and of in self.of:
+                self.of[port.key] = self.of[of]
 
     def parameter_moves(self) -> list[Move]:
         """Moves of parameters to their other readers before the first microbatch."""
-        wanted: dict[Move, None] = {}
-        for stage in self.stages:
-            rank = self.ranks[int(stage.name.rpartition("_")[2])]
-            for key in self._reads(stage):
-                if self.of.get(key, rank) != rank:
-                    wanted[Move(key, self.of[key], rank)] = None
-        return list(wanted)
+        reads = [(key, self.ranks[_number_of(stage)]) for stage in self.stages for key in self._reads(stage)]
+        return list(dict.fromkeys(Move(key, self.of[key], rank) for key, rank in reads if self.of.get(key, rank) != rank))
 
     def sum_moves(self, after: Stage, made: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
         """Rank of each sum when the update begins, and the moves that this needs: to the owner of the sum's parameter, or to all ranks if
         the sum is for parameters of several."""
-        settled = dict(made)
-        moves = []
+        settled, moves = dict(made), []
         labels = {node.name: name for node, name in self.lowered.joint.updates.items()}
         leaving: dict[Node, set[str]] = defaultdict(set)
         for key, node in after.results().items():
@@ -69,24 +55,27 @@ class Owners:
         entering = after.keys()
         names = {node: params[key] for node, key in entering.items() if key in params}
         for node, key in entering.items():
-            if key in made:
-                here = made[key]
-                wanted = {self.of.get(key_of("parameter", name), here) for name in _parameters_of(node, labels, leaving, names)} or {here}
-                if len(wanted) > 1:
-                    moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
-                    settled[key] = ALL
-                elif wanted != {here}:
-                    (settled[key],) = wanted
-                    moves.append(Move(key, here, settled[key]))
+            if (here := made.get(key)) is None:
+                continue
+            wanted = {self.of.get(key_of("parameter", name), here) for name in _parameters_of(node, labels, leaving, names)} or {here}
+            if len(wanted) > 1:
+                moves += self._moves_to_all(key, here)
+                settled[key] = ALL
+            elif wanted != {here}:
+                (settled[key],) = wanted
+                moves.append(Move(key, here, settled[key]))
         return settled, moves
+
+    def _moves_to_all(self, key: str, here: int) -> list[Move]:
+        return [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
 
     def buffer_moves(self, shape: PipelineShape) -> list[Move]:
         """Moves of buffers that microbatches write, from the stage that writes them to all ranks. Raises PlanError if another stage reads
         such a buffer, or its microbatches run out of order."""
-        moves = []
+        moves: list[Move] = []
         forwards = [item for items in shape.actions for item in items if item.op == "F"]
         for stage, key in [(one, key) for one in self.stages for key in one.outputs if is_a(key, "buffer")]:
-            number = int(stage.name.rpartition("_")[2])
+            number = _number_of(stage)
             others = [other.name for other in self.stages if other is not stage and key in other.inputs]
             order = [item.microbatch for item in forwards if item.stage == number]
             if others or order != sorted(order):
@@ -95,13 +84,16 @@ class Owners:
                     f"{name_of(key)} is written by each microbatch for the next one, in {stage.name}, but {why}\n"
                     "  what to do: a mesh without pp, or pp_splits that keep what reads the buffer in one stage"
                 )
-            here = self.ranks[number]
-            moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
+            moves += self._moves_to_all(key, self.ranks[number])
         return moves
 
     def _reads(self, stage: Stage) -> list[str]:
         """Keys that a stage reads, including those of values that are gathered for it before the first microbatch."""
         return [key for own in stage.inputs for key in (own, *self._behind.get(own, ()))]
+
+
+def _number_of(stage: Stage) -> int:
+    return int(stage.name.rpartition("_")[2])
 
 
 def _read_for(stage: Stage) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache, partial
+from operator import itemgetter
 from typing import Final
 
 from meshc.errors import CompileError, PlanError
@@ -140,19 +141,14 @@ def possible_shapes(request: Request, found: Kinds, work: StageWork, sums: bool 
 
     if (schedule := request.options.pipeline.schedule) is not None:
         return PipelineShapes((fastest_shape(_requested_schedule(schedule, trains, stages, request)),))
-    can: list[tuple[PipelineShape, float]] = []
-    cannot: dict[str, Refusal] = {}
-    for name in schedules.names():
-        kind = schedules.get(name)
-        if kind.trains == trains:
-            made = attempt(partial(fastest_shape, kind))
-            if isinstance(made, Refusal):  # too few places, stages or microbatches for this schedule
-                cannot[name] = made
-            else:
-                can.append(made)
+    kinds = [kind for kind in map(schedules.get, schedules.names()) if kind.trains == trains]
+    tried = {kind.name: attempt(partial(fastest_shape, kind)) for kind in kinds}
+    # too few places, stages or microbatches for a schedule
+    cannot = {name: made for name, made in tried.items() if isinstance(made, Refusal)}
+    can = [made for made in tried.values() if not isinstance(made, Refusal)]
     if not can:
         raise cannot["1f1b" if trains else "inference"].error
-    return PipelineShapes(tuple(sorted(can, key=lambda one: one[1])), cannot)
+    return PipelineShapes(tuple(sorted(can, key=itemgetter(1))), cannot)
 
 
 def refine_cuts(shapes: PipelineShapes, work: StageWork) -> PipelineShapes:
@@ -160,7 +156,7 @@ def refine_cuts(shapes: PipelineShapes, work: StageWork) -> PipelineShapes:
     best = shapes.can[0][1]
     near = [one for one in shapes.can if one[1] <= best * (1 + NEAR)][:REFINED]
     moved = [_move_cuts(shape, work) for shape, _ in near]
-    return replace(shapes, can=tuple(sorted((*moved, *(one for one in shapes.can if one not in near)), key=lambda one: one[1])))
+    return replace(shapes, can=tuple(sorted((*moved, *(one for one in shapes.can if one not in near)), key=itemgetter(1))))
 
 
 def _move_cuts(shape: PipelineShape, work: StageWork) -> tuple[PipelineShape, float]:
@@ -245,7 +241,9 @@ def _requested_stages(request: Request, named: tuple[int, ...] | None) -> int | 
             f"  what to do: name {each * axis.size - 1} modules in Pipelining(splits=), or leave stages_per_rank out"
         )
         raise PlanError(request.options.as_written(said))
-    return len(named) + 1 if named is not None else None if each is None else each * axis.size
+    if named is not None:
+        return len(named) + 1
+    return each and each * axis.size
 
 
 def _requested_schedule(schedule: str | Lists, trains: bool, stages: int | None, request: Request) -> ScheduleKind | str:

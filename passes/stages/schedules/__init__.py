@@ -60,12 +60,10 @@ def build(
         kind = get(wanted) if isinstance(wanted, str) else wanted
         stages = kind.stages(ranks) if stages is None else stages
         kind.refuse(ranks, stages, microbatches)
-        function, name = kind.lists, kind.name
     else:
-        stages = ranks if stages is None else stages
         kind = of_function(wanted, stages_per_rank=None)
-        function, name = kind.lists, kind.name
-    return connect(function(ranks, stages, microbatches, costs), chain(stages) if links is None else links, name)
+        stages = ranks if stages is None else stages
+    return connect(kind.lists(ranks, stages, microbatches, costs), chain(stages) if links is None else links, kind.name)
 
 
 def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = True) -> ScheduleKind:

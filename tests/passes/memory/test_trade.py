@@ -53,7 +53,7 @@ def test_a_choice_of_the_hull_is_found_and_is_the_best() -> None:
     for seed in range(25):
         found, every = trade(seed)
         for price in (0.01, 0.1, 1.0):
-            on = found._cheapest_at(price, even=True)
+            on = found.cheapest_at(price, even=True)
             kept, bound = found.within(on.bytes)
             best = min(seconds for size, seconds in every if size <= on.bytes)
             assert best == pytest.approx(on.seconds, rel=1e-6, abs=1e-9)
