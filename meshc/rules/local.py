@@ -17,18 +17,24 @@ if TYPE_CHECKING:
 class Local(Protocol):
     """One operator during lowering: calls are emitted into the per-rank graph, in the place of the operator.
 
-    operands   per-rank nodes in the required shardings, in the order of the operator's tensor arguments
-    node       the operator in the global graph: its other arguments, its global shapes
-    rule       the operator's rule
+    operands          per-rank nodes in the required shardings, in the order of the operator's tensor arguments
+    node              the operator in the global graph: its other arguments, its global shapes
+    rule              the operator's rule
+    reordered_values  reordered values, memoised over all operators: (value, order) -> reordered value
+    uses_zigzag       whether the ring uses zigzag order, in which every rank has equal work
+    is_in_zigzag      whether the operands are in zigzag order already, and the results must be
+    turns             the turns in which ranks run their tiles; None: at once, where the rule joins tiles, else in turns of all rows
+    parts             number of parts of the rows in turns; 1 by default
     """
 
     operands: list[Node]
-
-    @property
-    def node(self) -> Node: ...
-
-    @property
-    def rule(self) -> Rule: ...
+    node: Node
+    rule: Rule
+    reordered_values: MutableMapping[tuple[Node, object], Node]
+    uses_zigzag: bool
+    is_in_zigzag: bool
+    turns: Turns | None
+    parts: int
 
     def emit(self, target: Target, *args: object, **kwargs: object) -> Node:
         """Emits a call of an operator on local values and returns its result."""
@@ -95,26 +101,6 @@ class Local(Protocol):
 
     def reorder_tiles(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
         """Converts x from natural to zigzag order along a dim; with `home`, from zigzag to natural order."""
-
-    @property
-    def reordered_values(self) -> MutableMapping[tuple[Node, object], Node]:
-        """Reordered values, memoised over all operators: (value, order) -> reordered value."""
-
-    @property
-    def uses_zigzag(self) -> bool:
-        """Whether the ring uses zigzag order, in which every rank has equal work."""
-
-    @property
-    def is_in_zigzag(self) -> bool:
-        """Whether the operands are in zigzag order already, and the results must be."""
-
-    @property
-    def turns(self) -> Turns | None:
-        """The turns in which ranks run their tiles; None: at once, where the rule joins tiles, else in turns of all rows."""
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of the rows in turns; 1 by default."""
 
     def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
         """The x of the rank before this one along the axes, zeros on the first; with `back`, of the rank behind it, zeros on the last.

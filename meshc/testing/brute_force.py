@@ -21,7 +21,7 @@ from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
-from meshc.passes.partition import partition
+from meshc.passes.partition.partition import Partitioner
 from meshc.passes.partition.turn_choice import TurnPricing
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factor_names import FactorNames
@@ -190,7 +190,7 @@ def run_on_ranks(
         inputs.append(Port("input", placeholder.name, found.shape, found.dtype or torch.float64, sharding))
         values.append(tiles(tensor, sharding, mesh, seed=position))
     kept = [value_of(result)[1] for result in results_of(one.graph)]
-    local = partition(one.graph, assignment, inputs, [given[index] for index in kept], guarded="cpu")
+    local = Partitioner(one.graph, assignment, inputs, [given[index] for index in kept], guarded="cpu").build_graph()
     stage = Stage("main", local, (), ())
     rows = [[column[rank] for column in values] for rank in range(mesh.world_size)]
     results = run_stage(stage, rows, mesh, sizes, observe=lambda n, seen: check_record(n, seen, mesh))

@@ -2,7 +2,3 @@
 
 Others import `builder`, `make_main_stage`, `partition`, `reshard` and `turn_choice`.
 """
-
-from meshc.passes.partition.partition import partition
-
-__all__ = ["partition"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -46,8 +48,8 @@ class Builder:
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
         set_record(node, record)
-        made = [torch.empty(at(record.shape), dtype=record.dtype, device="meta") if record.dtype else 0 for at in self.open.worlds]
-        self.meta[node] = tuple(made)
+        empty = partial(torch.empty, dtype=record.dtype, device="meta")
+        self.meta[node] = tuple(empty(at(record.shape)) if record.dtype else 0 for at in self.open.worlds)
         self.shapes[node] = record.shape
         return node
 
@@ -64,27 +66,24 @@ class Builder:
         node = create_call(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
-        sharding = None if sharding is None else typed_sharding(sharding)
-        changes = {"sharding": sharding} if reason is None else {"sharding": sharding, "reason": reason}
-        known = [argument for argument in operands(node) if argument in self.shapes]
-        near = [self.shapes[argument] for argument in known]
+        near = [self.shapes[argument] for argument in operands(node) if argument in self.shapes]
         if isinstance(results[0], list | tuple):
             self.items[node] = [self.open.shape(row, near, (args, kwargs), node) for row in zip(*results, strict=True)]
-            set_record(node, tuple(self._record(item, shape, {}) for item, shape in zip(results[0], self.items[node], strict=True)))
+            set_record(node, tuple(map(self._record, results[0], self.items[node])))
+            return node
+        if is_getitem(node):
+            self.shapes[node] = self.items[args[0]][args[1]]
+        elif spmd.is_collective(target) or target is spmd.shard:
+            self.shapes[node] = tuple(spmd.collective_shape(target, self.shapes[args[0]], args[1:], self.sizes))
         else:
-            if is_getitem(node):
-                self.shapes[node] = self.items[args[0]][args[1]]
-            elif spmd.is_collective(target) or target is spmd.shard:
-                self.shapes[node] = tuple(spmd.collective_shape(target, self.shapes[args[0]], args[1:], self.sizes))
-            else:
-                self.shapes[node] = self.open.shape(results, near, (args, kwargs), node)
-            set_record(node, self._record(results[0], self.shapes[node], changes))
+            self.shapes[node] = self.open.shape(results, near, (args, kwargs), node)
+        made = self._record(results[0], self.shapes[node], None if sharding is None else typed_sharding(sharding))
+        set_record(node, made if reason is None else like(made, reason=reason))
         return node
 
-    def _record(self, result: object, shape: tuple[int, ...], changes: dict[str, Any]) -> Record:
-        if isinstance(result, torch.Tensor):
-            return like(self.context, **{"sharding": None, "shape": shape, "dtype": result.dtype, **changes})
-        return like(self.context, **{"sharding": None, "shape": (), "dtype": None, **changes})
+    def _record(self, result: object, shape: tuple[int, ...], sharding: Sharding | None = None) -> Record:
+        shape, dtype = (shape, result.dtype) if isinstance(result, torch.Tensor) else ((), None)
+        return like(self.context, sharding=sharding, shape=shape, dtype=dtype)
 
     def item(self, node: Node, index: int) -> Node:
         """One result of a node with several."""
@@ -97,9 +96,8 @@ class Builder:
     def with_sharding(self, node: Node, sharding: Sharding) -> Node:
         """`node` for a record with this sharding; a view of it if its own record has other dims split, since a reshape that changes no
         shape on a rank returns its operand, whose record has to stay."""
-        sharding = typed_sharding(sharding)
-        own = record(node).sharding if self.shapes.get(node) is not None else None
-        if own is None or _splitting_axes(own) == _splitting_axes(sharding):
+        own = record(node).sharding if node in self.shapes else None
+        if own is None or _splitting_axes(own) == _splitting_axes(typed_sharding(sharding)):
             return node
         return self.emit(aten.reshape.default, node, list(self.shape(node)))
 
@@ -138,10 +136,7 @@ class Builder:
         if len(axes) == 1:
             return self.coordinate(axes[0])
         counts = [self.sizes[axis] for axis in axes]
-        total = 1
-        for count in counts:
-            total *= count
-        return self._integer(("index", tuple(axes)), spmd.tile_start, total, counts, [self.coordinate(axis) for axis in axes])
+        return self._integer(("index", tuple(axes)), spmd.tile_start, prod(counts), counts, [self.coordinate(axis) for axis in axes])
 
     def tile_start(self, part: Part) -> Node | int:
         return self.tile(spmd.tile_start, part) if part.axes else 0
@@ -198,19 +193,15 @@ class OpenShapes:
 
     def __init__(self, sizes: Sequence[Dynamic]) -> None:
         self.sizes = worlds(sizes)
-        self.worlds: list[Callable[[Any], Any]] = [_substitution(world) for world in self.sizes] if sizes else [lambda value: value]
+        self.worlds: list[Callable[[Any], Any]] = [partial(_substitute, world) for world in self.sizes] if sizes else [lambda value: value]
 
     def shape(self, results: Sequence[object], near: Sequence[tuple[int, ...]], arguments: object, node: Node) -> tuple[int, ...]:
         """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of known sizes."""
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
-        if not tensors:
-            return ()
-        if len(tensors) == 1:
-            return tuple(tensors[0].shape)
-        found: list[int] = []
-        for dim, extents in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
-            found.append(extents[0] if len(set(extents)) == 1 else self._size(extents, near, arguments, dim, node))
-        return tuple(found)
+        return tuple(
+            extents[0] if len(set(extents)) == 1 else self._size(extents, near, arguments, dim, node)
+            for dim, extents in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True))
+        )
 
     def _size(self, extents: tuple[int, ...], near: Sequence[tuple[int, ...]], arguments: object, dim: int, node: Node) -> int:
         for candidate in _candidates(near, [leaf for leaf in leaves(arguments) if isinstance(leaf, Size)], dim):
@@ -240,13 +231,8 @@ class OpenShapes:
         )
 
 
-def _substitution(sizes: Mapping[str, int]) -> Callable[[object], object]:
-    def substitute(value: object) -> object:
-        if isinstance(value, tuple):
-            return tuple(at(item, sizes) for item in value)
-        return at(value, sizes)
-
-    return substitute
+def _substitute(sizes: Mapping[str, int], value: object) -> object:
+    return tuple(at(item, sizes) for item in value) if isinstance(value, tuple) else at(value, sizes)
 
 
 def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: int) -> Iterator[int]:
@@ -258,18 +244,7 @@ def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: in
         along = [shape[position] for shape in near if 0 <= position < len(shape)]
         if len(along) > 1:
             yield sum(along)
-    for shape in near:
-        total = 1
-        for extent in shape:
-            total *= extent
-        if isinstance(total, Size):
-            yield total
+    yield from (total for total in map(prod, near) if isinstance(total, Size))
     for a, b in combinations(single, 2):
-        yield a * b
-        yield a + b
-        yield a - b
-        yield b - a
-    for a in single:
-        for b in single:
-            if a != b:
-                yield a // b
+        yield from (a * b, a + b, a - b, b - a)
+    yield from (a // b for a in single for b in single if a != b)

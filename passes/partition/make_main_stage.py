@@ -8,7 +8,7 @@ from math import prod
 from meshc.cost.devices import devices_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.partition.partition import partition
+from meshc.passes.partition.partition import Partitioner
 from meshc.passes.partition.turn_choice import choose_turns
 from meshc.passes.phases.compilation_phase import CompilationPhase, phase_fields
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -45,8 +45,8 @@ def make_main_stage(placed: PlacedModel) -> LoweredProgram:
     guarded = placed.mesh.device_type if placed.request.options.debugging.check_indices else None
     late = () if placed.chunked is None else placed.chunked.nodes
     assignment, once = assign_zigzag(placed.require_assignment(), joint.graph), gathers_once(placed, joint.inputs)
-    graph = partition(joint.graph, assignment, inputs, wants, cut, placed.traced.dynamic, once, guarded, late)
-    stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
+    partitioner = Partitioner(joint.graph, assignment, inputs, wants, cut, placed.traced.dynamic, once, guarded, late)
+    stage = Stage("main", partitioner.build_graph(), tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
     return LoweredProgram(
         **phase_fields(placed), placed=placed, model=placed.traced.model, stages={"main": stage}, inputs=inputs, outputs=joint.outputs
     )

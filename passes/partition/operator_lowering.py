@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -15,14 +15,18 @@ from meshc.ir.reductions import as_integer
 from meshc.ir.schemas import place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.partition import halo
+from meshc.ir.window import tile_bounds, tile_length
 from meshc.passes.partition.builder import Builder
+from meshc.passes.partition.halo import HaloWindow
 from meshc.passes.partition.reasons import plan_lines, value_text
 from meshc.passes.phases.factors import Instance, Token
 from meshc.rules.local import Local
-from meshc.rules.rule import Rule, Turns
+from meshc.rules.rule import Made, Turns
 
 aten = torch.ops.aten
+
+Extents: TypeAlias = tuple[list[int], list[int], list[Node | int]]
+"""(global shape, local shape, offsets)"""
 
 
 class Lowering(Local):
@@ -35,28 +39,19 @@ class Lowering(Local):
         operands: Sequence[Node],
         results: Sequence[Sharding],
         chosen: dict[Token, tuple[str, ...]],
-        reason: str,
-        in_zigzag: bool = False,
-        in_turns: Turns | None = None,
-        in_order: bool = False,
+        uses_zigzag: bool = False,
+        turns: Turns | None = None,
+        is_in_zigzag: bool = False,
     ) -> None:
-        self.build = build
-        self.instance = instance
-        self.operands = list(operands)
-        self.results = list(results)
-        self.chosen = chosen
-        self.reason = reason
-        self.in_zigzag = in_zigzag
-        self.in_turns = in_turns
-        self.in_order = in_order
+        self.build, self.instance, self.node, self.rule = build, instance, instance.node, instance.rule
+        self.operands, self.results, self.chosen = list(operands), list(results), chosen
+        self.uses_zigzag, self.is_in_zigzag = uses_zigzag, is_in_zigzag
+        self.turns, self.parts = turns, 1 if turns is None else turns.parts
+        self.reordered_values = build.arranged
 
-    @property
-    def node(self) -> Node:
-        return self.instance.node
-
-    @property
-    def rule(self) -> Rule:
-        return self.instance.rule
+    def lower(self) -> Made:
+        """Emits the operator as its rule lowers it, or else as it is."""
+        return self.call(*self.operands) if self.rule.lower is None else self.rule.lower(self)
 
     def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         return self.build.emit(target, *args, **kwargs)
@@ -74,8 +69,10 @@ class Lowering(Local):
         return local_shape(self.results[index], self.build.sizes)
 
     def _parts(self, letter: str) -> list[Part]:
-        tokens = sorted(token for token in self.instance.size if token[0] == letter)
-        return [Part(letter, self.instance.size[token], self.chosen.get(token, ())) for token in tokens]
+        return [self._part(token) for token in sorted(self.instance.size) if token[0] == letter]
+
+    def _part(self, token: Token) -> Part:
+        return Part(token[0], self.instance.size[token], self.chosen.get(token, ()))
 
     def letters(self) -> set[str]:
         return {letter for letter, _ in self.instance.size}
@@ -134,58 +131,48 @@ class Lowering(Local):
             if unit != 1:
                 row = self.emit(aten.mul.Tensor, row, unit)
             found = row if found is None else self.emit(aten.add.Tensor, self.emit(aten.unsqueeze.default, found, -1), row)
-        if found is None:  # a dim of size 1
-            return self.emit(aten.zeros.default, [1], dtype=dtype, device=device)
+        assert found is not None
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
-    def tiles(self, index: int) -> tuple[list[int], list[int], list[Node | int]]:
-        parts = self._draw_parts(index)
-        return (
-            [part.size for part in parts],
-            [local_size(part, self.build.sizes) for part in parts],
-            [self.build.tile_start(part) for part in parts],
-        )
+    def tiles(self, index: int) -> Extents:
+        return self._extents((part, 0) for row in self._whole_batch_parts(map(list, self.results[index].dims)) for part in row)
 
-    def tile(self, letters: Sequence[str]) -> tuple[list[int], list[int], list[Node | int]]:
-        parts = [part for letter in letters for part in self._parts(letter) or [Part(letter, 1)]]
-        local = [local_size(part, self.build.sizes) for part in parts]
-        return [part.size for part in parts], local, [self.build.tile_start(part) for part in parts]
+    def tile(self, letters: Sequence[str]) -> Extents:
+        return self._extents((part, 0) for letter in letters for part in self._parts(letter) or [Part(letter, 1)])
 
-    def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> tuple[list[int], list[int], list[Node | int]]:
-        rows = self._whole_batch_parts([self._parts(letter) or [Part(letter, 1)] for letter in letters])
-        parts = [(part, back.get(letter, 0)) for letter, row in zip(letters, rows, strict=True) for part in row]
-        return (
-            [part.size for part, _ in parts],
-            [local_size(part, self.build.sizes) for part, _ in parts],
-            [self._number(spmd.tile_start, part, places) if part.axes else 0 for part, places in parts],
-        )
+    def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> Extents:
+        rows = self._whole_batch_parts(self._parts(letter) or [Part(letter, 1)] for letter in letters)
+        return self._extents((part, back.get(letter, 0)) for letter, row in zip(letters, rows, strict=True) for part in row)
 
-    def _draw_parts(self, index: int) -> list[Part]:
-        """The parts of a random result, in the whole batch's draw."""
-        return [part for row in self._whole_batch_parts([list(parts) for parts in self.results[index].dims]) for part in row]
+    def _extents(self, parts: Iterable[tuple[Part, int]]) -> Extents:
+        """(sizes, local sizes, starts) of parts, each of the rank so many places before this one."""
+        given = list(parts)
+        local = [local_size(part, self.build.sizes) for part, _ in given]
+        starts: list[Node | int] = [self._number(spmd.tile_start, part, back) if part.axes else 0 for part, back in given]
+        return [part.size for part, _ in given], local, starts
 
-    def _whole_batch_parts(self, dims: list[list[Part]]) -> list[list[Part]]:
-        """`dims` with the batch part extended to the whole batch, if the operator draws for one microbatch of several."""
+    def _whole_batch_parts(self, rows: Iterable[list[Part]]) -> list[list[Part]]:
+        """The parts of each dim, that of the batch extended to the whole batch, if the operator draws for one microbatch of several."""
+        dims = list(rows)
         whole, mine = (self.node.args[place_of(self.node, name)] for name in ("global_shape", "local_shape"))
-        for rows, large, small in zip(dims, whole, mine, strict=True):  # type: ignore[arg-type]
+        for row, large, small in zip(dims, whole, mine, strict=True):  # type: ignore[arg-type]
             if large != small:
-                first = rows[0] if rows else Part("batch", 1)
-                rows[:1] = [Part(first.factor, first.size * self.build.sizes[MICROBATCH], (MICROBATCH, *first.axes))]
+                first = row[0] if row else Part("batch", 1)
+                row[:1] = [Part(first.factor, first.size * self.build.sizes[MICROBATCH], (MICROBATCH, *first.axes))]
         return dims
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
-        reason = f"{value_text(self.node, {})}, over split {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
-        return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
+        return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=self._reason(axes, "over split"))
 
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
-        reason = f"{value_text(self.node, {})}, over split {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
-        return self.emit(spmd.all_gather, x, list(axes), dim, reason=reason)
+        return self.emit(spmd.all_gather, x, list(axes), dim, reason=self._reason(axes, "over split"))
 
-    def _split_factors(self, axes: Sequence[str]) -> str:
-        """The factors of the operands that the axes split, by name."""
+    def _reason(self, axes: Sequence[str], how: str) -> str:
+        """The reason of a collective: the operator, how it goes along the factors of the operands that the axes split, the plan's lines."""
         shardings = [found.sharding for x in self.operands for found in records(x) if found.sharding is not None]
         parts = [part for sharding in shardings for _, _, part in sharding.parts()]
-        return " and ".join(dict.fromkeys(part.factor for part in parts if set(part.axes) & set(axes))) or "dims"
+        factors = " and ".join(dict.fromkeys(part.factor for part in parts if set(part.axes) & set(axes))) or "dims"
+        return f"{value_text(self.node, {})}, {how} {factors}{plan_lines(axes, self.build.entries)}"
 
     def index(self, axes: Sequence[str]) -> Node:
         return self.build.index(axes)
@@ -197,36 +184,13 @@ class Lowering(Local):
         return self.build.place(axis, back)
 
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
-        reason = f"{value_text(self.node, {})}, block by block of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
-        return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
+        return self.emit(spmd.ring_shift, x, list(axes), steps, reason=self._reason(axes, "block by block of"))
 
     def reorder_tiles(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
-        reason = f"{value_text(self.node, {})}, in zigzag order of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
-        return self.build.emit_zigzag(x, dim, axes, home, reason)
-
-    @property
-    def reordered_values(self) -> dict[tuple[Node, object], Node]:
-        return self.build.arranged
-
-    @property
-    def uses_zigzag(self) -> bool:
-        return self.in_zigzag
-
-    @property
-    def is_in_zigzag(self) -> bool:
-        return self.in_order
-
-    @property
-    def turns(self) -> Turns | None:
-        return self.in_turns
-
-    @property
-    def parts(self) -> int:
-        return 1 if self.in_turns is None else self.in_turns.parts
+        return self.build.emit_zigzag(x, dim, axes, home, self._reason(axes, "in zigzag order of"))
 
     def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
-        ranks = self.ranks(axes)
-        reason = f"{value_text(self.node, {})}, the state along {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
+        ranks, reason = self.ranks(axes), self._reason(axes, "the state along")
         return self.emit(spmd.halo, x, list(axes), dim, ranks, [ranks, 1, 1 if back else -1, 1], 0.0, reason=reason)
 
     def keep_end(self, x: Node, axes: Sequence[str], back: bool) -> Node:
@@ -234,17 +198,56 @@ class Lowering(Local):
         return self.emit(spmd.keep_first, x, place if back else self.emit(spmd.ring_place, place, ranks - 1, ranks))
 
     def call(self, *operands: Node) -> Node:
-        args, kwargs = _substitute(self.node, list(operands))
-        return self.emit(self.node.target, *args, **kwargs)
+        rest = iter(operands)
+
+        def local(argument: object) -> object:
+            if isinstance(argument, Node):
+                return next(rest)
+            return list(map(local, argument)) if isinstance(argument, list | tuple) else argument
+
+        args = list(map(local, self.node.args))
+        return self.emit(self.node.target, *args, **{key: local(argument) for key, argument in self.node.kwargs.items()})
 
     def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
-        return halo.window(self, x, dim, letter, fill)
+        if (place := self._halo_window(letter)) is None:
+            return x
+        here = place.window_offset()
+        if here is None:
+            where = [place.size, list(place.window), float(fill)]
+            return self.emit(spmd.halo, x, list(place.axes), dim, *where, reason=self._halo_reason(place, "halo of"))
+        if place.size != place.tile * len(tile_bounds(place.size, place.counts)):
+            x = self.emit(spmd.mask, x, dim, self.count(self.rule.windows[letter][0]), float(fill))
+        length = place.window[3]
+        return x if length == place.tile else self.emit(aten.slice.Tensor, x, dim, here, here + length)
 
     def sum_of_windows(self, x: Node, dim: int, letter: str) -> Node:
-        return halo.sum_of_windows(self, x, dim, letter)
+        if (place := self._halo_window(letter)) is None:
+            return x
+        here = place.window_offset()
+        if here is None:
+            reason = self._halo_reason(place, "sums at the edges of")
+            return self.emit(spmd.halo_sum, x, list(place.axes), dim, place.size, list(place.window), reason=reason)
+        after = place.tile - here - place.window[3]
+        if not here and not after:
+            return x
+        return self.emit(aten.constant_pad_nd.default, x, [0, 0] * (len(self.shape(x)) - 1 - dim) + [here, after], 0)
 
     def window_start(self, letter: str) -> Node | int:
-        return halo.window_start(self, letter)
+        start, stride = self.start(letter), self.rule.windows[letter][1].stride
+        return start if stride == 1 or start == 0 else self.emit(spmd.tile_start, stride * 2, [2], [start])
+
+    def _halo_window(self, letter: str) -> HaloWindow | None:
+        """The windows of a letter's tiles; None if it is not split."""
+        axes = self.axes(letter)
+        if not axes:
+            return None
+        other, found = self.rule.windows[letter]
+        counts, over = tuple(self.build.sizes[axis] for axis in axes), self.global_size(letter)
+        window = (over, found.stride, found.offset, found.length(tile_length(over, counts)))
+        return HaloWindow(axes, counts, self.global_size(other), window)
+
+    def _halo_reason(self, place: HaloWindow, what: str) -> str:
+        return f"{what} {value_text(self.node, {})}{plan_lines(place.axes, self.build.entries)}"
 
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         for axis in axes:
@@ -252,34 +255,11 @@ class Lowering(Local):
         return x
 
     def neutralise(self, x: Node, letter: str, value: float, index: int = 0) -> Node:
-        operand = self.instance.operands[index]
-        shape = Sharding(
-            tuple(
-                tuple(Part(token[0], self.instance.size[token], self.chosen.get(token, ())) for token in tokens)
-                for tokens in operand
-            )
-        )
-        for dim, tokens in enumerate(operand):
-            for position, token in enumerate(tokens):
-                if token[0] == letter:
-                    x = mask_part(self.build, x, shape, (dim, position), value)
+        shape = Sharding(tuple(tuple(map(self._part, tokens)) for tokens in self.instance.operands[index]))
+        for dim, position, part in shape.parts():
+            if part.factor == letter:
+                x = mask_part(self.build, x, shape, (dim, position), value)
         return x
-
-
-def _substitute(node: Node, operands: list[Node]) -> tuple[list[object], dict[str, object]]:
-    """The arguments of a global node with its tensors, in order, replaced by local ones."""
-    rest = list(operands)
-
-    def visit(argument: object) -> object:
-        if isinstance(argument, Node):
-            return rest.pop(0)
-        if isinstance(argument, list | tuple):
-            return [visit(item) for item in argument]
-        return argument
-
-    args = [visit(argument) for argument in node.args]
-    kwargs = {key: visit(argument) for key, argument in node.kwargs.items()}
-    return args, kwargs
 
 
 def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], value: float) -> Node:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch.fx import Graph, Node
 
@@ -30,7 +31,7 @@ from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
-from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
+from meshc.passes.place.token_shardings import axes_by_token, backward_map, forward_map, sharding_by_tokens
 from meshc.passes.place.zigzag_values import in_any_order
 from meshc.program.program import Port
 from meshc.rules.operator import IndexBound
@@ -47,19 +48,28 @@ class ValueForm:
 
 
 class Partitioner:
+    """The per-rank graph of a graph; `inputs` carry their storage shardings, `outputs` are the shardings of the results.
+
+    cut         where the graph is one microbatch's: key of each input that enters as the whole batch, with the dim that is cut
+    open_sizes  dynamic sizes
+    accumulate  microbatches are added up before any reduction over ranks
+    guarded     device type for which indices are checked before they are used; None: no checks
+    late        operators of forward that run with backward
+    """
+
     def __init__(
         self,
         graph: Graph,
         assignment: Assignment,
         inputs: Sequence[Port],
         outputs: Sequence[Sharding],
-        cut: Mapping[str, int],
-        open_sizes: Sequence[Dynamic],
-        accumulate: bool,
-        guarded: str | None,
-        late: Collection[Node],
+        cut: Mapping[str, int] = MappingProxyType({}),
+        open_sizes: Sequence[Dynamic] = (),
+        accumulate: bool = False,
+        guarded: str | None = None,
+        late: Collection[Node] = (),
     ) -> None:
-        self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
+        self.graph, self.assignment, self.output_wants, self.cut = graph, assignment, outputs, cut
         self.factors = assignment.factors
         self.build = Builder(assignment.sizes, open_sizes)
         self.late = late
@@ -82,16 +92,12 @@ class Partitioner:
         if self.guards is not None:
             self.guards.check_whole_values(self.graph, self._check_whole)
         for node in self.graph.nodes:
-            if node.op == "call_function" and not is_getitem(node):
-                instance = self.factors.instances[node]
-                if node in self.assignment.chosen:
-                    self._compute(instance)
+            if node in self.assignment.chosen:
+                self._compute(self.factors.instances[node])
         results = []
         for node, want in zip(results_of(self.graph), self.output_wants, strict=True):
-            value = value_of(node)
             self._context(node, "output")
-            form = self.need(value, want, "the program's output")
-            results.append(form.node)
+            results.append(self.need(value_of(node), want, "the program's output").node)
         self.build.graph.output(tuple(results))
         self.build.graph.eliminate_dead_code()
         return self.build.graph
@@ -156,13 +162,11 @@ class Partitioner:
 
     def _can_compute_in_order(self, instance: Instance, index: int, want: Sharding) -> bool:
         """Whether an operator that runs where its result is read can compute it in the order of `want` (zigzag)."""
-        rows = zip(want.dims, instance.results[index], strict=True)
-        parts = (pair for parts, row in rows for pair in zip(parts, row, strict=True))
-        return in_any_order(instance, [token for part, token in parts if any(map(is_zigzag, part.axes))])
+        axes = axes_by_token(want, instance.results[index])
+        return in_any_order(instance, [token for token, split in axes.items() if any(map(is_zigzag, split))])
 
     def _reshard(self, value: Value, want: Sharding, reason: str) -> ValueForm:
-        usable = self._usable(value)
-        best = min(usable, key=lambda form: cost(form.sharding, want, self.build.sizes))
+        best = min(self._usable(value), key=lambda form: cost(form.sharding, want, self.build.sizes))
         before = self.build.context
         axes = differing_axes(best.sharding, want, list(self.build.sizes))
         what = value_text(value[0], self.ports)
@@ -187,22 +191,18 @@ class Partitioner:
     def _recompute(self, instance: Instance, index: int, want: Sharding, reason: str) -> ValueForm:
         """A free value: its operator runs on the requested tiles, without communication."""
         value = (instance.node, index)
-        chosen = {}
-        fits = not want.partial
-        for parts, tokens in zip(want.dims, instance.results[index], strict=True):
-            for part, token in zip(parts, tokens, strict=True):
-                if part.axes and (token in instance.whole or token in instance.tied):
-                    fits = False
-                chosen[token] = part.axes
-        if not fits or not instance.known:
+        chosen = axes_by_token(want, instance.results[index])
+        misfits = any(split and (token in instance.whole or token in instance.tied) for token, split in chosen.items())
+        if want.partial or misfits or not instance.known:
             whole = self.assignment.whole(value)
             if want != whole:
                 self.need(value, whole, reason)
                 return self._reshard(value, want, reason)
             chosen = {}
-        operands = []
-        for operand, dims in zip(instance.values, instance.operands, strict=True):
-            operands.append(self.need(operand, sharding_by_tokens(self.assignment.whole(operand), dims, chosen), reason))
+        operands = [
+            self.need(operand, sharding_by_tokens(self.assignment.whole(operand), dims, chosen), reason)
+            for operand, dims in zip(instance.values, instance.operands, strict=True)
+        ]
         results = [sharding_by_tokens(self.assignment.whole((instance.node, i)), dims, chosen) for i, dims in enumerate(instance.results)]
         self._emit(instance, operands, results, chosen, phase=None)
         return self.forms[value][want]
@@ -212,37 +212,28 @@ class Partitioner:
         value = (instance.node, index)
         source = instance.values[0]
         back, complete = backward_map(instance, index, want, self.assignment.whole(source))
-        complete = complete and self._can_use_halo(instance, index, want) is not False
-        after = not complete
-        if complete and instance.rule.shrinks and not self._is_wanted_alike(instance, index, want):
-            after = not self._is_available(source, back)
-        if not after:
-            form = self.need(source, back, reason)
-            grown = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
-                     for part, token in zip(parts, row, strict=True)}  # fmt: skip
-            self._apply(instance, form, grown)
+        before = complete and self._can_use_halo(instance, index, want) is not False
+        if before and instance.rule.shrinks and not self._is_wanted_alike(instance, index, want):
+            before = self._is_available(source, back)
+        if before:
+            self._apply(instance, self.need(source, back, reason), axes_by_token(want, instance.results[index]))
             return self.forms[value][want]
         given = natural(self._available_sharding(source)) if instance.tied else self._available_sharding(source)
         lying = forward_map(instance, index, given, self.assignment.whole(value))
-        if lying == want:
-            lying = want
-        elif instance.tied:
+        if lying != want and instance.tied:
             lying = self._without_windows(instance, index, lying, want)
         back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
-        form = self.need(source, back, reason)
-        self._apply(instance, form, {})
+        self._apply(instance, self.need(source, back, reason), {})
         return self._existing(value, want) or self._reshard(value, want, reason)
 
     def _can_use_halo(self, instance: Instance, index: int, want: Sharding) -> bool | None:
         """Whether a layout operator can return `want` by a halo: its operand is split along the same axes. None if it needs no halo."""
-        axes = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
-                for part, token in zip(parts, row, strict=True) if token in instance.tied and part.axes}  # fmt: skip
-        if not axes:
+        axes = axes_by_token(want, instance.results[index])
+        split = [token for token in axes if token in instance.tied and axes[token]]
+        if not split:
             return None
-        dims = self._available_sharding(instance.values[0]).dims
-        lying = {token: part.axes for parts, row in zip(dims, instance.operands[0], strict=True)
-                 for part, token in zip(parts, row, strict=True)}  # fmt: skip
-        return all(lying.get(instance.tied[token]) == wanted for token, wanted in axes.items())
+        lying = axes_by_token(self._available_sharding(instance.values[0]), instance.operands[0])
+        return all(lying.get(instance.tied[token]) == axes[token] for token in split)
 
     def _without_windows(self, instance: Instance, index: int, sharding: Sharding, want: Sharding) -> Sharding:
         """`sharding` of a result without the axes for which a halo would not return `want`: the operand is gathered over these."""
@@ -271,8 +262,7 @@ class Partitioner:
         if instance is not None and instance.kind == "layout" and node not in self.assignment.free:
             source = self._available_sharding(instance.values[0])
             return forward_map(instance, index, source, self.assignment.whole(value))
-        usable = self._usable(value)
-        if usable:
+        if usable := self._usable(value):
             return usable[0].sharding
         return self.assignment.given.get(value) or self.assignment.whole(value)
 
@@ -318,13 +308,10 @@ class Partitioner:
     def _apply(self, instance: Instance, form: ValueForm, grown: Mapping[Token, tuple[str, ...]]) -> None:
         """Emits a layout operator on one form of its operand. `grown`: the axes of dims that only the result has."""
         axes = dict(grown)
-        for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
-            for part, token in zip(parts, tokens, strict=True):
-                axes[token] = axes[instance.tied.get(token, token)] = part.axes
-        results = []
-        for index, dims in enumerate(instance.results):
-            whole = self.assignment.whole((instance.node, index))
-            results.append(replace(sharding_by_tokens(whole, dims, axes), partial=form.sharding.partial))
+        for token, split in axes_by_token(form.sharding, instance.operands[0]).items():
+            axes[token] = axes[instance.tied.get(token, token)] = split
+        wholes = [(self.assignment.whole((instance.node, index)), dims) for index, dims in enumerate(instance.results)]
+        results = [replace(sharding_by_tokens(whole, dims, axes), partial=form.sharding.partial) for whole, dims in wholes]
         self._emit(instance, [form], results, axes, phase=form.phase)
 
     def _phase(self, node: Node) -> str:
@@ -357,12 +344,8 @@ class Partitioner:
             masked = self.guards.checked_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
         in_order = any(is_zigzag(axis) for axes in chosen.values() for axis in axes)
         how = node in self.assignment.zigzag, self.assignment.turns.get(node), in_order
-        local = Lowering(self.build, instance, masked, list(map(natural, results)), plain_tokens(chosen), "", *how)
-        if instance.rule.lower is not None:
-            made = instance.rule.lower(local)
-        else:
-            made = local.call(*masked)
-        made = self._results(node, made)
+        local = Lowering(self.build, instance, masked, list(map(natural, results)), plain_tokens(chosen), *how)
+        made = self._results(node, local.lower())
         for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
             if result is None:
                 continue
@@ -395,19 +378,15 @@ class Partitioner:
         """Parts of a result whose padding is known to be zero: those of the operand for layout operators, none for others."""
         if instance.kind != "layout" or not operands:
             return frozenset()
-        known = {
-            instance.operands[0][dim][position] for dim, position in operands[0].sharding.zero
-        }
+        known = {instance.operands[0][dim][position] for dim, position in operands[0].sharding.zero}
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
 
     def _mask_operand(self, instance: Instance, position: int, form: ValueForm) -> Node:
         """An operand with neutral padding along summed letters."""
-        rule = instance.rule
-        clean = position in rule.clean
-        if (rule.self_masked and not clean) or instance.kind == "layout":
+        clean = position in instance.rule.clean
+        if (instance.rule.self_masked and not clean) or instance.kind == "layout":
             return form.node
-        summed = {token for sums in instance.sums for token in sums}
-        return self._clean(instance, position, form, rule.neutral, None if clean else summed)
+        return self._clean(instance, position, form, instance.rule.neutral, None if clean else set().union(*instance.sums))
 
     def _clean(self, instance: Instance, position: int, form: ValueForm, value: float, tokens: Collection[Token] | None = None) -> Node:
         """An operand with padding `value`, along all its dims or along `tokens`."""
@@ -423,33 +402,7 @@ class Partitioner:
 
 def _value_users(value: Value) -> list[Node]:
     node, index = value
-    found = []
-    for user in node.users:
-        if is_getitem(user):
-            if user.args[1] == index:
-                found += list(user.users)
-        else:
-            found.append(user)
-    return found
+    users = [list(user.users) if is_getitem(user) else [user] for user in node.users if not is_getitem(user) or user.args[1] == index]
+    return [reader for readers in users for reader in readers]
 
 
-def partition(
-    graph: Graph,
-    assignment: Assignment,
-    inputs: Sequence[Port],
-    outputs: Sequence[Sharding],
-    cut: Mapping[str, int] | None = None,
-    open_sizes: Sequence[Dynamic] = (),
-    accumulate: bool = False,
-    guarded: str | None = None,
-    late: Collection[Node] = (),
-) -> Graph:
-    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings of the results.
-
-    cut         where the graph is one microbatch's: key of each input that enters as the whole batch, with the dim that is cut
-    open_sizes  dynamic sizes
-    accumulate  microbatches are added up before any reduction over ranks
-    guarded     device type for which indices are checked before they are used; None: no checks
-    late        operators of forward that run with backward
-    """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded, late).build_graph()

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from meshc.ir import spmd, update
 from meshc.ir.reductions import REDUCTIONS
-from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
+from meshc.ir.sharding import Sharding, is_padded, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.zigzag_axes import is_zigzag, plain, typed_sharding, zigzag
@@ -52,10 +52,7 @@ def steps(
     communicate once, after the last.
     """
     way = _ReshardPath(source, target, sequential)
-    found = [*way.reduce_first(first)]
-    while (step := way.next()) is not None:
-        found.append(step)
-    return found
+    return [*way.reduce_first(first), *iter(way.next, None)]
 
 
 Place = tuple[int, int]
@@ -79,44 +76,30 @@ class _ReshardPath:
 
     def next(self) -> ReshardStep | None:
         """The cheapest kind of step that is due; None at the target."""
-        ways = (
-            self._slice,
-            self._reduce_scatter,
-            self._all_reduce,
-            self._all_to_all,
-            self._all_gather,
-            self._keep_on_first,
-            self._reduce_rest,
-        )
+        ways = (self._split, self._all_reduce, self._all_to_all, self._all_gather, self._keep_on_first, self._reduce_rest)
         return next((step for way in ways if (step := way()) is not None), None)
 
     def _axes_to_reduce(self) -> list[str]:
         """Partial axes that the target neither splits nor has partial by the same reduction."""
         return [axis for axis in self.partial if self.wanted.get(axis) != self.partial[axis] and axis not in self.place]
 
-    def _used(self) -> set[str]:
-        return {axis for axes in self.now.values() for axis in axes} | set(self.partial)
 
     def _next_axis(self, part: Place) -> str | None:
         """The target's next axis of a part, if its present axes are the target's first ones."""
         have, want = self.now[part], self.goal[part]
         return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
 
-    def _slice(self) -> ReshardStep | None:
-        for part, axes in self.now.items():
-            axis = self._next_axis(part)
-            if axis is not None and axis not in self._used():
-                axes.append(axis)
-                return ReshardStep("slice", (axis,), part)
-        return None
-
-    def _reduce_scatter(self) -> ReshardStep | None:
-        for part, axes in self.now.items():
-            axis = self._next_axis(part)
-            if axis is not None and axis in self.partial:
-                axes.append(axis)
-                return ReshardStep("reduce_scatter", (axis,), part, reduction=self.partial.pop(axis))
-        return None
+    def _split(self) -> ReshardStep | None:
+        """A slice, or else a reduce-scatter."""
+        due = [(part, axis) for part in self.now if (axis := self._next_axis(part)) is not None]
+        used = {axis for axes in self.now.values() for axis in axes} | self.partial.keys()
+        ways = [("slice", part, axis) for part, axis in due if axis not in used]
+        ways += [("reduce_scatter", part, axis) for part, axis in due if axis in self.partial]
+        if not ways:
+            return None
+        kind, part, axis = ways[0]
+        self.now[part].append(axis)
+        return ReshardStep(kind, (axis,), part, reduction=self.partial.pop(axis, "sum"))
 
     def _all_reduce(self) -> ReshardStep | None:
         over = self._axes_to_reduce()
@@ -151,9 +134,7 @@ class _ReshardPath:
 
     def _all_gather(self) -> ReshardStep | None:
         for part, axes in self._misplaced_parts():
-            keep = 0
-            while keep < len(axes) and axes[: keep + 1] == self.goal[part][: keep + 1]:
-                keep += 1
+            keep = next(keep for keep in range(len(axes), -1, -1) if axes[:keep] == self.goal[part][:keep])
             movable = [a for a in axes[keep:] if self.place.get(a) is not None and self.place[a] != part]
             cut = max([keep, *(axes.index(a) + 1 for a in movable[-1:] if a != axes[-1])])
             cut = max([cut, *(at if at == len(axes) - 1 else at + 1 for at, axis in enumerate(axes) if axis in self.sequential)])
@@ -175,38 +156,33 @@ def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
         before, part = between
         after = _in_other_order(before, part)
         return cost(source, before, sizes) + prod(local_shape(before, sizes)) // 2 + 1 + cost(after, target, sizes)
-    total = 0
-    now = source
+    total, now = 0, source
     for step in steps(source, target):
         had = prod(local_shape(now, sizes))
         now = apply(now, step)
-        has = prod(local_shape(now, sizes))
-        count = prod(sizes[axis] for axis in step.axes)
-        if step.kind in ("slice", "first"):
-            continue
-        moved = {"all_reduce": 2 * had, "all_gather": has, "reduce_scatter": had, "all_to_all": had}[step.kind]
-        total += moved * (count - 1) // count + 1
+        if step.kind not in ("slice", "first"):
+            moved = prod(local_shape(now, sizes)) if step.kind == "all_gather" else 2 * had if step.kind == "all_reduce" else had
+            count = prod(sizes[axis] for axis in step.axes)
+            total += moved * (count - 1) // count + 1
     return total
 
 
 def apply(sharding: Sharding, step: ReshardStep) -> Sharding:
     """The sharding after one step."""
     d, p = step.part
-    axes = sharding.dims[d][p].axes if step.kind not in ("all_reduce", "first") else ()
-    if step.kind == "all_reduce":
-        return replace(sharding, partial=tuple(x for x in sharding.partial if x[0] not in step.axes))
     if step.kind == "first":
         return replace(sharding, partial=(*sharding.partial, *((axis, step.reduction) for axis in step.axes)))
-    if step.kind == "slice":
-        return sharding.with_axes(d, p, (*axes, *step.axes))
-    if step.kind == "reduce_scatter":
-        split = sharding.with_axes(d, p, (*axes, *step.axes))
-        return replace(split, partial=tuple(x for x in split.partial if x[0] not in step.axes))
+    if step.kind in ("all_reduce", "reduce_scatter"):
+        sharding = replace(sharding, partial=tuple(x for x in sharding.partial if x[0] not in step.axes))
+    if step.kind == "all_reduce":
+        return sharding
+    axes = sharding.dims[d][p].axes
     if step.kind == "all_gather":
         return sharding.with_axes(d, p, axes[: len(axes) - len(step.axes)])
-    fd, fp = step.to
-    off = sharding.with_axes(fd, fp, sharding.dims[fd][fp].axes[:-1])
-    return off.with_axes(d, p, (*axes, *step.axes))
+    if step.kind == "all_to_all":
+        fd, fp = step.to
+        sharding = sharding.with_axes(fd, fp, sharding.dims[fd][fp].axes[:-1])
+    return sharding.with_axes(d, p, (*axes, *step.axes))
 
 
 def reshard(
@@ -221,14 +197,9 @@ def reshard(
         return reshard(build, x, _in_other_order(now, part), target, reason, sequential, first)
     now = source
     for step in merge(steps(source, target, sequential, first)):
-        after = apply(now, step)
-        zero = _zero_after(now, after, step, build.sizes)
-        after = replace(after, zero=zero)
-        x = _emit(build, x, now, after, step, reason)
-        now = after
-    if replace(now, zero=frozenset()).partial != target.partial and dict(now.partial) == dict(target.partial):
-        now = replace(now, partial=target.partial)
-    return x, now
+        after = replace(apply(now, step), zero=_zero_after(now, step, build.sizes))
+        x, now = _emit(build, x, now, after, step, reason), after
+    return x, replace(now, partial=target.partial) if dict(now.partial) == dict(target.partial) else now
 
 
 def _other_order(source: Sharding, target: Sharding) -> tuple[Sharding, Place] | None:
@@ -262,27 +233,18 @@ def merge(found: list[ReshardStep]) -> list[ReshardStep]:
     """The steps with consecutive reduce-scatters onto one part joined in one collective."""
     merged: list[ReshardStep] = []
     for step in found:
-        last = merged[-1] if merged else None
-        if last and last.kind == step.kind == "reduce_scatter" and _joins(last, step):
-            merged[-1] = replace(last, axes=(*last.axes, *step.axes))
-        else:
-            merged.append(step)
+        if step.kind == "reduce_scatter" and merged and replace(merged[-1], axes=step.axes) == step:
+            step = replace(step, axes=(*merged.pop().axes, *step.axes))
+        merged.append(step)
     return merged
 
 
-def _joins(last: ReshardStep, step: ReshardStep) -> bool:
-    return last.part == step.part and last.reduction == step.reduction
-
-
-def _zero_after(now: Sharding, after: Sharding, step: ReshardStep, sizes: Mapping[str, int]) -> frozenset[tuple[int, int]]:
-    zero = set(now.zero)
-    if step.kind in ("slice", "reduce_scatter", "all_to_all"):
-        part = now.dims[step.part[0]][step.part[1]]
-        padded = local_size(part, sizes) * prod(sizes[axis] for axis in part.axes) != part.size
-        if not padded:
-            zero.add(step.part)
-    keeps = step.kind not in ("all_reduce", "reduce_scatter") or REDUCTIONS[step.reduction].keeps(0.0)
-    return frozenset(zero if keeps else ())
+def _zero_after(now: Sharding, step: ReshardStep, sizes: Mapping[str, int]) -> frozenset[Place]:
+    if step.kind in ("all_reduce", "reduce_scatter") and not REDUCTIONS[step.reduction].keeps(0.0):
+        return frozenset()
+    if step.kind in ("slice", "reduce_scatter", "all_to_all") and not is_padded(now.dims[step.part[0]][step.part[1]], sizes):
+        return now.zero | {step.part}
+    return now.zero
 
 
 def _expose(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], always: bool) -> tuple[Node, int]:
@@ -303,8 +265,8 @@ def _restore(build: Builder, x: Node, sharding: Sharding) -> Node:
 
 
 def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: ReshardStep, reason: str) -> Node:
-    count = prod(build.sizes[axis] for axis in step.axes)
-    axes = list(step.axes)
+    axes, counts = list(step.axes), [build.sizes[axis] for axis in step.axes]
+    count = prod(counts)
     if step.kind == "all_reduce":
         return build.emit(spmd.all_reduce, x, axes, step.reduction, sharding=after, reason=reason)
     if step.kind == "first":
@@ -319,13 +281,13 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Reshard
         moved = build.emit(spmd.shard, moved, dim, count, build.index(axes), reason=reason)
     elif step.kind == "reduce_scatter":
         moved, dim = _expose(build, x, now, step.part, local_size(after.dims[d][p], build.sizes) * count != size)
-        moved = _padded_tiles(build, moved, dim, size, [build.sizes[axis] for axis in axes])
+        moved = _padded_tiles(build, moved, dim, size, counts)
         moved = build.emit(spmd.reduce_scatter, moved, axes, dim, step.reduction, reason=reason)
     elif step.kind == "all_gather":
         target = local_size(after.dims[d][p], build.sizes)
         moved, dim = _expose(build, x, now, step.part, target != size * count)
         moved = build.emit(spmd.all_gather, moved, axes, dim, reason=reason)
-        moved = _without_padding(build, moved, dim, target, [build.sizes[axis] for axis in axes])
+        moved = _without_padding(build, moved, dim, target, counts)
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
@@ -344,9 +306,9 @@ def _padded_tiles(build: Builder, x: Node, dim: int, size: int, counts: list[int
     """A dim of `size` as the tiles of all ranks over axes of these sizes, one after the other, each padded."""
     tiles = tile_sizes(size, counts)
     for level, count in enumerate(counts):
-        x, at = _as_rows(build, x, dim, prod(counts[:level]), tiles[level + 1] * count != tiles[level])
-        x = _pad(build, x, at, tiles[level + 1] * count - tiles[level])
-        x = _as_one(build, x, dim, at)
+        if extra := tiles[level + 1] * count - tiles[level]:
+            x, at = _as_rows(build, x, dim, prod(counts[:level]))
+            x = _as_one(build, _pad(build, x, at, extra), dim, at)
     return x
 
 
@@ -354,16 +316,15 @@ def _without_padding(build: Builder, x: Node, dim: int, size: int, counts: list[
     """The inverse: of a dim that is the tiles of all ranks, the `size` positions that are not a tile's padding."""
     tiles = tile_sizes(size, counts)
     for level in reversed(range(len(counts))):
-        padded = tiles[level + 1] * counts[level] != tiles[level]
-        if padded:
-            x, at = _as_rows(build, x, dim, prod(counts[:level]), padded)
+        if tiles[level + 1] * counts[level] != tiles[level]:
+            x, at = _as_rows(build, x, dim, prod(counts[:level]))
             x = _as_one(build, build.emit(aten.slice.Tensor, x, at, 0, tiles[level]), dim, at)
     return x
 
 
-def _as_rows(build: Builder, x: Node, dim: int, rows: int, needed: bool) -> tuple[Node, int]:
+def _as_rows(build: Builder, x: Node, dim: int, rows: int) -> tuple[Node, int]:
     """`x` with `dim` reshaped to `rows` rows, and the dim of the elements of a row."""
-    if rows == 1 or not needed:
+    if rows == 1:
         return x, dim
     shape = list(build.shape(x))
     shape[dim : dim + 1] = [rows, shape[dim] // rows]
@@ -381,10 +342,10 @@ def _as_one(build: Builder, x: Node, dim: int, at: int) -> Node:
 
 def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: ReshardStep, reason: str, size: int, count: int) -> Node:
     """All-to-all: every part as a dim of its own, split one, join the other."""
-    order = [(d, p) for d, p, _ in now.parts()]
     local = {(d, p): local_size(part, build.sizes) for d, p, part in now.parts()}
+    order = list(local)
     split, concat = order.index(step.part), order.index(step.to)
-    flat = build.emit(aten.reshape.default, x, [local[key] for key in order])
+    flat = build.emit(aten.reshape.default, x, list(local.values()))
     flat = _pad(build, flat, split, tile_sizes(size, [count])[-1] * count - size)
     flat = build.emit(spmd.all_to_all, flat, list(step.axes), split, concat, reason=reason)
     target = local_size(after.dims[step.to[0]][step.to[1]], build.sizes)

@@ -57,11 +57,7 @@ class TurnPricing:
             local = replace(found, shape=local_shape(sharding, self.sizes), sharding=sharding)
             operands.append(build.placeholder(f"operand_{index}", local))
         results = [sharding_by_tokens(self._whole((instance.node, index)), dims, axes) for index, dims in enumerate(instance.results)]
-        lowering = Lowering(build, instance, operands, results, dict(axes), "", in_turns=turns)
-        if instance.rule.lower is None:
-            lowering.call(*operands)
-        else:
-            instance.rule.lower(lowering)
+        Lowering(build, instance, operands, results, dict(axes), turns=turns).lower()
         return list(build.graph.nodes)
 
     def best(self, instance: Instance, axes: Axes, how: str | None = None) -> tuple[Turns | None, float]:
@@ -81,7 +77,7 @@ class TurnPricing:
         steps = instance.rule.steps
         assert steps is not None
         ranks = prod(self.sizes[axis] for axis in _splitting_axes(axes, steps.letter))
-        local = Lowering(Builder(self.sizes), instance, [], [], dict(axes), "")
+        local = Lowering(Builder(self.sizes), instance, [], [], dict(axes))
         rows = {letter: local.local_size(letter) for letter in steps.parts if (letter, 0) in instance.size}
         for parts in PARTS:
             letters = [letter for letter, size in rows.items() if not isinstance(size, Size) and size and size % parts == 0]

@@ -18,6 +18,12 @@ def sharding_by_tokens(whole: Sharding, dims: tuple[tuple[Token, ...], ...], cho
     return Sharding(rows)
 
 
+def axes_by_token(sharding: Sharding, dims: tuple[tuple[Token, ...], ...]) -> dict[Token, tuple[str, ...]]:
+    """The axes of each token of an operand or result whose dims have the tokens `dims`."""
+    rows = zip(sharding.dims, dims, strict=True)
+    return {token: part.axes for parts, tokens in rows for part, token in zip(parts, tokens, strict=True)}
+
+
 def split_part(part: Part, axes: tuple[str, ...]) -> Part:
     return part if part.axes == axes else Part(part.factor, part.size, axes)
 
@@ -25,10 +31,9 @@ def split_part(part: Part, axes: tuple[str, ...]) -> Part:
 def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
     """The sharding of a layout operator's result, for an operand sharded as `source`. A split of a dim that must be whole is lost."""
     axes = {}
-    for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
-        for part, token in zip(parts, tokens, strict=True):
-            if token not in instance.whole:
-                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    for token, split in axes_by_token(source, instance.operands[0]).items():
+        if token not in instance.whole:
+            axes[token] = axes[instance.tied.get(token, token)] = split
     return replace(sharding_by_tokens(whole, instance.results[index], axes), partial=() if instance.rule.settles else source.partial)
 
 
@@ -36,10 +41,9 @@ def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding
     """The sharding that the operand needs for result `index` to be sharded as `want`, and whether the operator can give all of `want`."""
     axes = {}
     complete = not (instance.rule.settles and want.partial)
-    for parts, tokens in zip(want.dims, instance.results[index], strict=True):
-        for part, token in zip(parts, tokens, strict=True):
-            if token in instance.whole:
-                complete = complete and not part.axes
-            else:
-                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    for token, split in axes_by_token(want, instance.results[index]).items():
+        if token in instance.whole:
+            complete = complete and not split
+        else:
+            axes[token] = axes[instance.tied.get(token, token)] = split
     return replace(sharding_by_tokens(whole, instance.operands[0], axes), partial=want.partial), complete

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from meshc.ir import record, records, set_record, value_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, tile_sizes
-from meshc.passes.partition import partition
+from meshc.passes.partition.partition import Partitioner
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factor_names import FactorNames
@@ -82,7 +82,7 @@ def check(model: Callable[..., object], tensors: tuple[Tensor, ...], mesh: Mesh,
     ports = [replace(port, sharding=sharding) for port, sharding in zip(ports, lies, strict=True)]
     (output,) = graph.find_nodes(op="output")
     wants = [_leaves(assignment, value_of(node), sizes, chance) for node in output.args[0]]  # type: ignore[union-attr, arg-type]
-    local = partition(graph, assignment, ports, wants)
+    local = Partitioner(graph, assignment, ports, wants).build_graph()
     columns = [tiles(tensor, sharding, mesh) for tensor, sharding in zip(tensors, lies, strict=True)]
     rows = [[column[rank] for column in columns] for rank in range(mesh.world_size)]
     found = run_stage(Stage("main", local, (), ()), rows, mesh, sizes, observe=lambda node, seen: check_record(node, seen, mesh))

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from meshc.ir import record, spmd, value_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
-from meshc.passes.partition import partition
+from meshc.passes.partition.partition import Partitioner
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.find_factors import name_factors
@@ -83,7 +83,8 @@ def split(
     (output,) = graph.find_nodes(op="output")
     values = [value_of(node) for node in output.args[0]]  # type: ignore[union-attr, arg-type]
     wants: list[Sharding] = [(assignment.given[value] if outputs == "given" else None) or assignment.whole(value) for value in values]
-    local = partition(graph, assignment, [replace(port, sharding=lie) for port, lie in zip(ports, lies, strict=True)], wants)
+    stored = [replace(port, sharding=lie) for port, lie in zip(ports, lies, strict=True)]
+    local = Partitioner(graph, assignment, stored, wants).build_graph()
     columns = [tiles(tensor, sharding, world) for tensor, sharding in zip(tensors.values(), lies, strict=True)]
     rows = [[column[rank] for column in columns] for rank in range(world.world_size)]
     ran = run_stage(Stage("main", local, (), ()), rows, world, sizes)
