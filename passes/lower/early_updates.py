@@ -164,12 +164,12 @@ def _moves(node: Node) -> bool:
 def _written_memory(member: Node) -> list[Node]:
     """The values that own the memory which a member writes, or which stores its results."""
 
-    def lies_elsewhere(node: Node) -> bool:
+    def has_others_memory(node: Node) -> bool:
         return is_view(node) or node.target in WIDENS or spmd.is_collective(node.target)
 
     operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
-    found = ancestors_of((one for one in operands if isinstance(one, Node)), through=lies_elsewhere)
-    return [root for root in found if not lies_elsewhere(root)]
+    found = ancestors_of((one for one in operands if isinstance(one, Node)), through=has_others_memory)
+    return [root for root in found if not has_others_memory(root)]
 
 
 def _shares(user: Node) -> bool:
