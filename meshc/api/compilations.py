@@ -18,8 +18,8 @@ from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArgume
 from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
+from meshc.frames import warn_at_users_line
 from meshc.frontend import call_keys, side_effects
-from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_values import Reads

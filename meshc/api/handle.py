@@ -16,9 +16,9 @@ from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
+from meshc.frames import warn_at_users_line
 from meshc.frontend import model_init, outer_transforms
 from meshc.frontend.expert_load import with_loads
-from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.libraries import stock_models
 from meshc.frontend.libraries.stock_accelerate import schedule_note, tell_accelerate
 from meshc.frontend.libraries.stock_trainer import is_marked, tell_trainer, with_trainer_counts

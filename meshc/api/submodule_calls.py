@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from meshc.errors import StateError, join_names
-from meshc.frontend.frames import warn_at_users_line
+from meshc.frames import warn_at_users_line
 from meshc.ir.mesh import Mesh
 
 MANY: Final = 8

@@ -19,11 +19,12 @@ from meshc.frontend.batch_norms import averaged_norms, synced_norms
 from meshc.frontend.flex_on_cpu import traced_flex
 from meshc.frontend.grouped_calls import grouped_calls
 from meshc.frontend.in_place_changes import is_changed_later
-from meshc.frontend.inner_transforms import traced_transforms
+from meshc.frontend.inner_transforms import storage_of, traced_transforms
 from meshc.frontend.inserted_calls import InsertedCalls
 from meshc.frontend.known_outcomes import known_outcomes, write_known_values
 from meshc.frontend.libraries import traceable_libraries
 from meshc.frontend.listed_experts import listed_experts
+from meshc.frontend.selected_places import name_of, value_of
 from meshc.frontend.selected_rows import follow_selected_rows
 from meshc.frontend.side_effects import (
     TraceObservations,
@@ -207,7 +208,7 @@ def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
         return f"of shape {list(held_there.shape)}, to one of shape {list(shape)}"
     later = {*dropwhile(lambda one: one is not node, module.graph.nodes)}
     held = [one for one in module.graph.nodes if one.op in ("get_attr", "placeholder") and one is not x]
-    if any(_memory(one) == _memory(y) for one in held if isinstance(one.meta.get("example_value"), Tensor)):
+    if storage_of(y) in map(storage_of, held):
         return "to the memory of another tensor that it holds or is given"
     if is_changed_later(y) or any(user is not node and user in later for user in y.users):
         return "and goes on to use what it is set to"
@@ -223,10 +224,6 @@ def _views(x: Node) -> Iterator[Node]:
         if made is not value and isinstance(made, Tensor) and (user.target in DATA or made._base is value):
             yield user
             yield from _views(user)
-
-
-def _memory(node: Node) -> int:
-    return int(node.meta["example_value"].untyped_storage()._cdata)
 
 
 # `torch.nn.functional.ctc_loss` in a traced model: one operator, with each row's targets as a row.
@@ -266,13 +263,13 @@ def targets_in_rows(module: GraphModule) -> None:
 def _in_rows(loss: Node) -> None:
     _, targets, _, lengths, *_ = loss.args
     assert isinstance(targets, Node) and isinstance(lengths, Node)
-    if _value(targets).dim() == 2:
+    if value_of(targets).dim() == 2:
         return
     picked = _mask_selection(targets)
     with loss.graph.inserting_before(loss):
         if picked is not None and _counts(lengths, picked[1]):
             rows = _call(loss, ctc.chosen_in_front, *picked)
-        elif isinstance(_value(targets).shape[0], int):
+        elif isinstance(value_of(targets).shape[0], int):
             rows = _call(loss, ctc.rows_of_list, targets, lengths)
         else:
             return
@@ -298,28 +295,23 @@ def _call(loss: Node, function: Callable[..., Any], *args: Node) -> Node:
     return made
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _mask_selection(targets: Node) -> tuple[Node, Node] | None:
     """(x, mask) of a list selected by `x.masked_select(mask)` or `x[mask]`, if both are [rows, s]; None for any other list."""
-    name = getattr(targets.target, "__name__", targets.target)
-    if name not in ("masked_select", "getitem") or len(targets.args) != 2:
+    if name_of(targets) not in ("masked_select", "getitem") or len(targets.args) != 2:
         return None
     x, mask = targets.args
     if isinstance(mask, tuple) and len(mask) == 1:
         (mask,) = mask
-    if not isinstance(x, Node) or not isinstance(mask, Node) or _value(mask).dtype != torch.bool:
+    if not isinstance(x, Node) or not isinstance(mask, Node) or value_of(mask).dtype != torch.bool:
         return None
-    return (x, mask) if _value(x).dim() == 2 and _value(x).shape == _value(mask).shape else None
+    return (x, mask) if value_of(x).dim() == 2 and value_of(x).shape == value_of(mask).shape else None
 
 
 def _counts(lengths: Node, mask: Node) -> bool:
     """Whether `lengths` is the number of true entries in each row of `mask`."""
     while _is_cast(lengths):
         lengths = lengths.all_input_nodes[0]
-    if getattr(lengths.target, "__name__", lengths.target) != "sum":
+    if name_of(lengths) != "sum":
         return False
     dim = lengths.args[1] if len(lengths.args) > 1 else lengths.kwargs.get("dim", lengths.kwargs.get("axis"))
     return lengths.args[0] is mask and dim in (-1, 1, (-1,), (1,), [-1], [1]) and not lengths.kwargs.get("keepdim", False)
@@ -327,5 +319,5 @@ def _counts(lengths: Node, mask: Node) -> bool:
 
 def _is_cast(node: Node) -> bool:
     """Whether a call keeps the numbers and their order."""
-    name = getattr(node.target, "__name__", node.target)
-    return name in ("to", "long", "int", "contiguous", "reshape") and _value(node).dim() == _value(node.all_input_nodes[0]).dim()
+    keeps = name_of(node) in ("to", "long", "int", "contiguous", "reshape")
+    return keeps and value_of(node).dim() == value_of(node.all_input_nodes[0]).dim()

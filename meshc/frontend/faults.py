@@ -13,7 +13,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.errors import CompilerFault, MeshcError, StateError
-from meshc.frontend.frames import innermost
+from meshc.frames import innermost
 from meshc.frontend.sources import source_of
 from meshc.frontend.trace_errors import RANDOMNESS, user_frame
 from meshc.ir import Record

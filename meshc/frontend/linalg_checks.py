@@ -38,7 +38,7 @@ def settle_checks(graph: Graph) -> None:
     for node in checks:
         if node.args[1] is not aten._linalg_check_errors.default:
             raise CaptureError(f"{node.args[1]} has an effect besides its results; programs have no such operators")
-        _poison(graph, node, node.args[2])
+        _poison(node, node.args[2])
     output = output_of(graph)
     described = list(zip(results_of(graph), output.meta["desc"], strict=True))
     set_results(graph, (value for value, description in described if not isinstance(description, TOKENS_OUT)))
@@ -52,7 +52,7 @@ def settle_checks(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _poison(graph: Graph, check: Node, info: Node) -> None:
+def _poison(check: Node, info: Node) -> None:
     """NaN in all results of the factorisation for a matrix whose `info` is not 0."""
     while info.target in (aten.detach.default, aten.alias.default):
         info = cast(Node, info.args[0])
@@ -60,14 +60,15 @@ def _poison(graph: Graph, check: Node, info: Node) -> None:
     results = [item for item in factorisation.users if item is not info and _is_floating(item)]
     if info.target is not operator.getitem or not all(item.target is operator.getitem for item in results):
         raise CaptureError(f"the check of {info} follows no factorisation that meshc knows")
+    graph = check.graph
     with graph.inserting_before(factorisation.next):
         reported = graph.node_copy(info, lambda _: factorisation)
         for item in results:
             raw = graph.node_copy(item, lambda _: factorisation)
-            good = _insert_call(graph, check, aten.eq.Scalar, reported, 0)
+            good = _insert_call(check, aten.eq.Scalar, reported, 0)
             for _ in range(raw.meta["val"].dim() - reported.meta["val"].dim()):
-                good = _insert_call(graph, check, aten.unsqueeze.default, good, -1)
-            item.replace_all_uses_with(_insert_call(graph, check, aten.where.ScalarOther, good, raw, float("nan")))
+                good = _insert_call(check, aten.unsqueeze.default, good, -1)
+            item.replace_all_uses_with(_insert_call(check, aten.where.ScalarOther, good, raw, float("nan")))
     for item in results:
         graph.erase_node(item)
 
@@ -77,10 +78,10 @@ def _is_floating(item: Node) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _insert_call(graph: Graph, like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
+def _insert_call(like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
     """A call with the value that tracing would have recorded, and the source of `like`."""
     args = (first, *rest)
-    node = graph.call_function(target, args)
+    node = like.graph.call_function(target, args)
     node.meta.update(like.meta)
     values = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in args]
     with first.meta["val"].fake_mode:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshc.frontend.frames import STANDARD
+from meshc.frames import STANDARD
 
 MODEL: Final = "model"
 FUNCTION: Final = "function"

@@ -24,14 +24,15 @@ from typing import Any, Final
 
 import torch
 
-from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
+from meshc.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.libraries.stock_models import is_stock_file
 from meshc.frontend.omitted_checks import omit_checks
 from meshc.frontend.read_places import ReadPlace, read_guards
+from meshc.frontend.selected_places import name_of
 from meshc.frontend.sources import bodies_of, source_of
 from meshc.ir import Source
-from meshc.ir.functions import Function, Target
+from meshc.ir.functions import Function
 from meshc.replacements import replace_targets
 
 CALLS: Final = (print, warnings.warn, logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
@@ -112,7 +113,7 @@ def _is_torchs(check: torch.fx.Node) -> bool:
 
 def is_check(node: torch.fx.Node) -> bool:
     """Whether a call asserts something of tensor values."""
-    return _name(node.target).partition(".")[0] in ASSERTS
+    return name_of(node) in ASSERTS
 
 
 def leave_out_checks(module: torch.fx.GraphModule) -> None:
@@ -121,7 +122,7 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
         item = (ids >= 0).all().item();  one = sym_ite(item, 1, 0);  _assert_scalar(one >= 1, ...)
     """
     for body in bodies_of(module):
-        for node in [node for node in body.graph.nodes if _name(node.target).partition(".")[0] == ASSERTS[-1]]:
+        for node in [node for node in body.graph.nodes if name_of(node) == ASSERTS[-1]]:
             erase_dead_code(node)
         body.recompile()
 
@@ -133,10 +134,6 @@ def erase_dead_code(node: torch.fx.Node) -> None:
         node.graph.erase_node(node)
         for one in before:
             erase_dead_code(one)
-
-
-def _name(target: Target) -> str:
-    return getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import re
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from meshc.frontend.frames import is_users
+from meshc.frames import is_users
 from meshc.ir import Source
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from meshc.errors import CaptureError, InputError, MeshcError
+from meshc.frames import is_torch, is_users
 from meshc.frontend.admission import does_not_bind
-from meshc.frontend.frames import is_torch, is_users
 from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.known_outcomes import is_sized_by_values
 from meshc.frontend.selected_places import is_by_mask, is_unbacked

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Final
 
-from meshc.frontend.frames import PACKAGES
+from meshc.frames import PACKAGES
 from meshc.package import FOLDER
 
 OWN: Final = frozenset(

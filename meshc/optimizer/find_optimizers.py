@@ -11,8 +11,6 @@ and attributes, and inner optimizers that are not called are detected and refuse
 
 from __future__ import annotations
 
-import inspect
-import os
 import traceback
 import warnings
 from collections import OrderedDict, defaultdict
@@ -24,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import CompileError, MeshcError, StateError
+from meshc.frames import innermost
 from meshc.ir import trees
 from meshc.ir.schemas import written_operands
 from meshc.optimizer.optimizer_set import Optimizers, parameters_of, refuse_shared
 from meshc.optimizer.spec import token, without_hooks
-from meshc.package import FOLDER
 from meshc.private import OpOverload, TorchDispatchMode
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
@@ -325,12 +323,7 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_TORCH: Final = os.path.dirname(inspect.getfile(torch)) + os.sep
-_MINE: Final = f"{FOLDER}{os.sep}"
-
-
 def _line(error: Exception | None = None) -> str:
     """The user's source line that is running, or that raised `error`."""
-    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _MINE)) and not frame.filename.startswith("<")]
-    return f" at {users[-1].filename}:{users[-1].lineno} ({users[-1].line})" if users else ""
+    source = innermost(traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__))
+    return f" at {source.file}:{source.line} ({source.code})" if source else ""

@@ -74,8 +74,8 @@ class _RegisteredOptimizer(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         held = self.state[parameter]
-        for name, value in {} if held else self.registered.state(parameter).items():
-            held[name] = value
+        if not held:
+            held.update(self.registered.state(parameter))
         new, after = self.registered.update(parameter.clone(), gradient, dict(held), group)
         for name, value in after.items():
             if isinstance(value, Tensor) and isinstance(held.get(name), Tensor) and held[name].dim():

@@ -350,7 +350,7 @@ def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
     if kind in ("adam", "adamw"):
         flags: dict[str, object] = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"]), "decoupled": kind == "adamw"}
     elif kind == "sgd":
-        flags = {"nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"]), "momentum": bool(group["momentum"] != 0)}
+        flags = {name: bool(group[name]) for name in ("nesterov", "maximize", "momentum")}
     else:
         flags = _entries(group)[1]
     return tuple((name, _hashable(value)) for name, value in flags.items())

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, TypedDict
 
-from meshc.frontend.frames import is_installed, is_users
+from meshc.frames import is_installed, is_users
 
 _PAGE_BYTES: Final = 256
 ENDED: Final = 1

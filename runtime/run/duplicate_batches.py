@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from meshc.frontend.frames import warn_at_users_line
+from meshc.frames import warn_at_users_line
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.store import Store
 

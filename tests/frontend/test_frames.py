@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import meshc
+from meshc import frames
 from meshc.errors import CaptureError
-from meshc.frontend import frames
 from meshc.runtime.failure import peers
 from meshc.runtime.failure.peers import users_line
 
