@@ -129,8 +129,7 @@ def fake_tensors(
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
     """
     swapped: list[tuple[dict[str, object], str, Any]] = []
-    fakes: dict[int, torch.Tensor] = {}
-    first: dict[int, str] = {}
+    fakes: dict[int, tuple[str, torch.Tensor]] = {}
     made: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -142,19 +141,18 @@ def fake_tensors(
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     if id(value) in fakes:
-                        aliases[name] = first[id(value)]
+                        aliases[name], fake = fakes[id(value)]
                     else:
                         with mode or contextlib.nullcontext():
                             device = "meta" if mode is None else "cpu"
                             fake = torch.empty(tuple(value.shape), dtype=wide_dtype(value.dtype, double), device=device)
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=value.requires_grad)
-                        fakes[id(value)] = fake
+                        fakes[id(value)] = name, fake
                         made.add(id(fake))
-                        first[id(value)] = name
                         tensors[name] = fake
                     swapped.append((store, key, value))
-                    store[key] = fakes[id(value)]
+                    store[key] = fake
         yield tensors, aliases
     finally:
         for store, key, value in reversed(swapped):
@@ -235,10 +233,9 @@ def _with_dynamic_sizes(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, D
     _refuse_sizes_as_outputs(traced)
     values = [node.meta["val"] for node in placeholders(traced.module.graph)]
     symbolic = [value for value in values if isinstance(value, torch.Tensor)]
-    for (_, given), tensor in zip(traced.inputs, symbolic, strict=True):
-        tensor.requires_grad_(given.requires_grad)
     extents: list[tuple[Any, Dynamic]] = []
-    for (name, _), tensor in zip(traced.inputs, symbolic, strict=True):
+    for (name, given), tensor in zip(traced.inputs, symbolic, strict=True):
+        tensor.requires_grad_(given.requires_grad)
         for dim, size in dynamic.get(name, {}).items():
             extent: object = tensor.shape[dim]
             if not isinstance(extent, torch.SymInt) or not extent.node.expr.is_Symbol:

@@ -125,18 +125,18 @@ def trace_dependencies(
     ran = [one for one in code if not traced_code.is_stock(one)]
     there, places = here.there, dict.fromkeys((ReadPlace(FUNCTION, ()), *read))
     places |= dict.fromkeys(read_values.methods(there, list(places), ran, installed=True))
-    functions = _Globals(function_of(there.at(place)[0]) for place in places)
-    rest = [one for one in ran if one not in functions.by_code]
+    globals_of = _globals_by_code(function_of(there.at(place)[0]) for place in places)
+    rest = [one for one in ran if one not in globals_of]
     files = [(getattr(module, "__file__", None), name) for name, module in [*sys.modules.items()]] if rest else []
     modules = {os.path.abspath(file): name for file, name in files if isinstance(file, str)}
     for one in rest:
         if (place := _place_by_name(one, modules, there)) is not None:
             places[place] = None
-            functions.add(function_of(there.at(place)[0]))
+            globals_of |= _globals_by_code([function_of(there.at(place)[0])])
     kept = [place for place in places if place not in numbers and not _is_compared_before(place)]
     kept = [place for place in kept if place.root != INPUTS or not isinstance(there.at(place)[0], torch.Tensor)]
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
-    why = _reason_not_portable(ran, functions.by_code, unplaced)
+    why = _reason_not_portable(ran, globals_of, unplaced)
     return Dependencies(dict(here.values(kept)), {name: variable(name) for name in names}, why)
 
 
@@ -147,17 +147,10 @@ def _is_compared_before(place: ReadPlace) -> bool:
     return read_places.is_own(place.root) and any(kind == NTH for kind, _ in place.steps)
 
 
-class _Globals:
+def _globals_by_code(functions: Iterable[types.FunctionType | None]) -> dict[types.CodeType, Mapping[str, object]]:
     """Code objects of functions, nested ones included, with the globals that each reads."""
-
-    def __init__(self, functions: Iterable[types.FunctionType | None]) -> None:
-        self.by_code: dict[types.CodeType, Mapping[str, object]] = {}
-        for function in functions:
-            self.add(function)
-
-    def add(self, function: types.FunctionType | None) -> None:
-        if function is not None:
-            self.by_code |= dict.fromkeys(traced_code.nested_code(function.__code__), function.__globals__)
+    known = [one for one in functions if one is not None]
+    return {code: one.__globals__ for one in known for code in traced_code.nested_code(one.__code__)}
 
 
 def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: PlaceLookup) -> ReadPlace | None:
@@ -188,7 +181,7 @@ def _reason_not_portable(
     for one in ran:
         if traced_code.is_generated(one):
             continue
-        where = f"{traced_code.qualified_name(one)} ({traced_code.short_file(one)}:{one.co_firstlineno})"
+        where = f"{traced_code.qualified_name(one)} ({os.path.basename(one.co_filename)}:{one.co_firstlineno})"
         if one not in functions:
             return f"the model runs {where}, which stands neither in the model nor under its name in a module"
         if asked := traced_code.process_local_name(one, functions[one]):

@@ -71,8 +71,7 @@ def hooks_of(parameter: Tensor) -> Hooks | None:
 
 def hooks_in(module: nn.Module) -> dict[str, Hooks]:
     """Hooks by parameter name, for parameters that have some."""
-    found = {name: hooks_of(parameter) for name, parameter in module.named_parameters()}
-    return {name: hooks for name, hooks in found.items() if hooks is not None}
+    return {name: hooks for name, parameter in module.named_parameters() if (hooks := hooks_of(parameter)) is not None}
 
 
 def share_hooks(old: Tensor, new: Tensor) -> None:

@@ -77,7 +77,8 @@ def portable(value: Any, *, whole: bool = True) -> str:
         return f"{value.dtype} {list(value.shape)} {of_tensor(value) or name_of(type(value))}"
     function = function_of(value)
     if function is not None:
-        return _function(function)
+        name = f"function {function.__module__}.{function.__qualname__}"
+        return name if traced_code.is_stock(function.__code__) else f"{name} {traced_code.digest(function.__code__)}"
     if isinstance(value, torch.library.CustomOpDef):
         registered = [getattr(value, name, None) for name in _OF_OPERATORS]
         return short_text(f"operator {value._qualname} {[portable(one) for one in registered]}")
@@ -91,12 +92,7 @@ def portable(value: Any, *, whole: bool = True) -> str:
         return f"a {name_of(type(value))} of {len(value)}"
     if isinstance(value, AbstractSet):
         return short_text(f"a {name_of(type(value))} of {sorted(repr(one) if is_plain(one) else name_of(type(one)) for one in value)}")
-    return _object(value)
-
-
-def _object(value: object) -> str:
-    """An object by its class; an instance of a C type without attributes by its repr."""
-    kind = type(value)
+    kind = type(value)  # an object by its class; an instance of a C type without attributes by its repr
     said = "" if kind.__dictoffset__ or isinstance(value, Mapping) or kind is object else repr(value)
     return short_text(said) if said and not _ADDRESS.search(said) else f"a {name_of(kind)}"
 
@@ -110,8 +106,3 @@ def function_of(value: object) -> types.FunctionType | None:
     elif isinstance(value, functools.cached_property):
         value = value.func
     return value if isinstance(value, types.FunctionType) else None
-
-
-def _function(function: types.FunctionType) -> str:
-    name = f"function {function.__module__}.{function.__qualname__}"
-    return name if traced_code.is_stock(function.__code__) else f"{name} {traced_code.digest(function.__code__)}"

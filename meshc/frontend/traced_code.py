@@ -66,23 +66,16 @@ def is_generated(code: types.CodeType) -> bool:
     return of_dataclass or "_tuple_new" in code.co_names
 
 
-def is_stock_module(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return module.__name__ in sys.builtin_module_names if file is None else _is_stock_file(file)
-
-
 def is_stock_class(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    return kind.__module__ == "builtins" or (module is not None and is_stock_module(module))
+    if kind.__module__ in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and _is_stock_file(file)
 
 
 def is_foreign(value: object) -> bool:
     """Whether a value is a user's function, put into a class or module of torch's."""
     return isinstance(value, types.FunctionType) and not is_stock(value.__code__) and not value.__code__.co_filename.startswith("<")
-
-
-def short_file(code: types.CodeType) -> str:
-    return os.path.basename(code.co_filename)
 
 
 def name_of(value: object) -> str:

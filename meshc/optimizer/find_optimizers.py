@@ -26,7 +26,7 @@ from meshc.frames import innermost
 from meshc.ir import trees
 from meshc.ir.schemas import written_operands
 from meshc.optimizer.optimizer_set import Optimizers, parameters_of, refuse_shared
-from meshc.optimizer.spec import token, without_hooks
+from meshc.optimizer.spec import attributes, changed_names, token, without_hooks
 from meshc.private import OpOverload, TorchDispatchMode
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
@@ -156,9 +156,7 @@ class _WrapperTrial:
             ) from error
         if not self.called:
             return self._steps_itself()
-        after = self._snapshot()
-        changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-        faults = [*self.writes.found, *[f"it changes {key}" for key in changed]]
+        faults = [*self.writes.found, *[f"it changes {key}" for key in changed_names(before, self._snapshot())]]
         if self._numbers() != real:
             faults.append("it changes numbers of its optimizers' groups")
         if faults:
@@ -257,8 +255,7 @@ class _WrapperTrial:
         """Plain values in the copy, by path."""
         seen: dict[str, Hashable] = {}
         for path, twin in self.paths:
-            skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
-            seen |= {f"{path}.{k}": token(v) for k, v in vars(twin).items() if k not in skipped}
+            seen |= attributes(twin, path)
             for index, group in enumerate(vars(twin).get("param_groups", ())):
                 seen |= {f"{path}.param_groups[{index}][{k!r}]": token(v) for k, v in group.items()}
         return seen

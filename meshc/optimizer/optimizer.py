@@ -124,9 +124,8 @@ def describe(optimizer: AnyOptimizer, keeping: Training = AS_IT_IS) -> Optimizer
         with _stepping_alone(member):
             first, inner = len(groups), with_registered_update(member)
             groups += [_group(with_one_group(inner, group), i, first + i, keeping) for i, group in enumerate(inner.param_groups)]
-    name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
-    idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
-    return OptimizerSpec(name, tuple(groups), guarded_key(optimizer, [g.guards for g in groups]), idle)
+    whole = optimizer if isinstance(optimizer, Optimizers) else Optimizers((optimizer,))
+    return OptimizerSpec(str(whole), tuple(groups), guarded_key(whole, [g.guards for g in groups]), whole.idle)
 
 
 @contextmanager

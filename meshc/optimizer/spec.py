@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from meshc.errors import StateError
 from meshc.ir.functions import Function
 from meshc.ops.block_codes import BLOCK, code_of, scale_shape
-from meshc.optimizer.optimizer_set import AnyOptimizer, members_of
+from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer.registered_updates import UPDATES
 
 HIDDEN = "meshc."
@@ -265,6 +265,16 @@ def token(value: object) -> Hashable:
     return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
 
 
+def attributes(owner: object, path: str) -> dict[str, Hashable]:
+    """Tokens of an object's attributes by their paths, without the groups and the state of an optimizer."""
+    skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
+    return {f"{path}.{name}": token(value) for name, value in vars(owner).items() if name not in skipped}
+
+
+def changed_names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
 def without_hooks(function: Function) -> Function:
     """A `step` without torch's hooks: `Optimizer.__init__` wraps that of each class once."""
     return getattr(function, "__wrapped__", function) if getattr(function, "hooked", False) else function
@@ -374,8 +384,7 @@ def rates(optimizer: AnyOptimizer) -> list[float | None]:
 def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[NumberGuard]]) -> tuple[tuple[str, Hashable], ...]:
     members = members_of(optimizer)
     rows = [(member, group) for member in members for group in member.param_groups]
-    names = " and ".join(type(member).__qualname__ for member in members)
-    entries: list[tuple[str, Hashable]] = [("optimizer", names), ("number of groups", len(rows))]
+    entries: list[tuple[str, Hashable]] = [("optimizer", str(Optimizers(members))), ("number of groups", len(rows))]
     values = numbers(optimizer)
     for i, ((member, group), now) in enumerate(zip(rows, values, strict=True)):
         where = f"group {i}: " if len(members) == 1 else f"group {i} ({type(member).__qualname__}): "

@@ -27,17 +27,15 @@ def convert_state(slot: Slot, entries: Mapping[str, object], whole: Whole) -> ob
         return found
     plain = entries.get(slot.plain)
     if slot.part and isinstance(plain, Tensor):
-        return block_codes.encode(_wide(whole(plain)), slot.signed)[0 if slot.part == CODES else 1]
+        plain = whole(plain)
+        values = plain if plain.dtype == torch.float64 else plain.to(torch.float32)
+        return block_codes.encode(values, slot.signed)[0 if slot.part == CODES else 1]
     codes, scale = entries.get(slot.name + CODES), entries.get(slot.name + SCALE)
     if slot.wide_or_narrow and isinstance(codes, Tensor) and isinstance(scale, Tensor):
         # a loader of torch's may have cast both to the parameter's dtype, in which codes are exact
         wide = slot.computed or slot.dtype
         return block_codes.decode(whole(codes).to(torch.uint8), whole(scale).to(torch.float32), slot.signed, wide)
     return None
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value if value.dtype == torch.float64 else value.to(torch.float32)
 
 
 def alternative_names(slot: Slot) -> tuple[str, ...]:

@@ -25,7 +25,18 @@ from meshc.ir.graph import equal_calls
 from meshc.ir.keys import key_of
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.slots import create_state, private_copy
-from meshc.optimizer.spec import FIRST, NumberGuard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, without_hooks
+from meshc.optimizer.spec import (
+    FIRST,
+    NumberGuard,
+    Slot,
+    TracedUpdate,
+    attributes,
+    changed_names,
+    group_numbers,
+    is_torchs_own,
+    token,
+    without_hooks,
+)
 from meshc.optimizer.traced_numbers import NumbersAsTensors, UndecidedBranch
 from meshc.private import FakeTensorMode
 from meshc.replacements import replace_in
@@ -142,8 +153,7 @@ _SIMPLER: Final = {torch.ops.aten.eye.default: _eye, torch.ops.aten.eye.m: _eye}
 
 
 def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
-    if changed:
+    if changed := changed_names(before, after):
         raise CompileError(
             f"{name}.step changes {', '.join(changed)}, which is not state of a parameter and would be compiled in as a constant\n"
             "  what to do: keep counts and averages in optimizer.state[parameter]; a count for all of a group in the group, where it\n"
@@ -169,11 +179,8 @@ def _new_state(name: str, final: dict[str, Tensor | float], slots: Sequence[Slot
 
 def _snapshot(twin: torch.optim.Optimizer) -> dict[str, Hashable]:
     """All attributes outside the parameter's state, to name those that a step changes."""
-    skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
-    seen = {f"self.{k}": v for k, v in vars(twin).items() if k not in skipped}
-    seen |= {f"group[{k!r}]": v for k, v in twin.param_groups[0].items() if k != "params"}
-    seen |= {f"state[{k!r}]": v for k, v in twin.state.items() if not isinstance(k, Tensor)}
-    return {k: token(v) for k, v in seen.items()}
+    seen = attributes(twin, "self") | {f"group[{k!r}]": token(v) for k, v in twin.param_groups[0].items() if k != "params"}
+    return seen | {f"state[{k!r}]": token(v) for k, v in twin.state.items() if not isinstance(k, Tensor)}
 
 
 # Tidying a traced graph.

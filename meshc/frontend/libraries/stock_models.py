@@ -76,8 +76,7 @@ def traceable_stock_models(module: nn.Module) -> Iterator[None]:
                 child.__dict__.pop(INSTALLED, None)
 
 
-@contextlib.contextmanager
-def _hooked_once() -> Iterator[None]:
+def _hooked_once() -> contextlib.AbstractContextManager[None]:
     """A context in which models with hooks get no second ones from the model around them, which a call of the inner one leaves without:
     transformers does not check, and would collect each value twice."""
     install = resolve_name(f"{CAPTURING}:install_all_output_capturing_hooks")
@@ -86,16 +85,13 @@ def _hooked_once() -> Iterator[None]:
         if INSTALLED not in model.__dict__:
             install(model, prefix)
 
-    with replace_targets(model_hooks=unless_installed):
-        yield
+    return replace_targets(model_hooks=unless_installed)
 
 
-@contextlib.contextmanager
-def _own_masks() -> Iterator[None]:
+def _own_masks() -> contextlib.AbstractContextManager[None]:
     """A context in which models build the mask that they need, where none is given, although they are traced."""
     modules = [sys.modules.get(f"transformers.models.{name}.modeling_{name}") for name in OWN_MASKS]
-    with replace_in("own_masks", [(loaded, "is_torchdynamo_compiling", lambda: False) for loaded in modules if loaded is not None]):
-        yield
+    return replace_in("own_masks", [(loaded, "is_torchdynamo_compiling", lambda: False) for loaded in modules if loaded is not None])
 
 
 class _Collector:

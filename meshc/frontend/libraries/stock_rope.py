@@ -13,9 +13,9 @@ numbers in Python, are the least that the buffer has had.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -30,12 +30,10 @@ def follows_length(model: object) -> bool:
     return any(_kind(module) in KINDS for module in modules)
 
 
-@contextlib.contextmanager
-def traceable_rope(modules: Iterable[nn.Module]) -> Iterator[None]:
+def traceable_rope(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """A context in which these modules can be traced."""
     owners = {type(module) for module in modules if _kind(module) in KINDS}
-    with replace_in("rope", [(owner, "forward", _following(owner.forward)) for owner in owners]):
-        yield
+    return replace_in("rope", [(owner, "forward", _following(owner.forward)) for owner in owners])
 
 
 def _following(forward: Any) -> Callable[..., Any]:

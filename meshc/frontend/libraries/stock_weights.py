@@ -48,29 +48,26 @@ class _ConvertedWeights(Weights):
         self._sources: dict[str, list[tuple[str, str]]] = {}
         self._converters: dict[str, Any] = {}
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
-        self._read_table()
-        self.names = (*self._rows, *self._made)
-
-    def _read_table(self) -> None:
-        table = resolve_name(CONVERSIONS)(self._model)
+        table = resolve_name(CONVERSIONS)(model)
         rename: Callable[..., tuple[str, str | None]] = resolve_name("transformers.core_model_loading:rename_source_key")
         natural: Callable[[str], Any] = resolve_name("transformers.core_model_loading:dot_natural_key")
         converters = [row for row in table if hasattr(row, "operations")]
         renamings = [row for row in table if not hasattr(row, "operations")]
         by_pattern = {pattern: row for row in converters for pattern in row.source_patterns}
-        has, prefix = self._model.state_dict(), self._model.base_model_prefix
-        for name in sorted(self._files.names, key=natural):
+        has, prefix = model.state_dict(), model.base_model_prefix
+        for name in sorted(files.names, key=natural):
             target, pattern = rename(name, renamings, converters, prefix, has)
             if target not in has and name in has:
                 target, pattern = name, None
             if pattern is None:
-                self._rows[target if target in has else name] = self._files, name
+                self._rows[target if target in has else name] = files, name
             else:
                 self._converters[target] = by_pattern[pattern]
                 self._sources.setdefault(target, []).append((name, pattern))
         for first in self._sources:
-            for target, value in self._convert(first, lambda name: torch.empty(self._files.shape(name), device="meta")).items():
+            for target, value in self._convert(first, lambda name: torch.empty(files.shape(name), device="meta")).items():
                 self._made[target] = first, tuple(value.shape)
+        self.names = (*self._rows, *self._made)
 
     def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """All tensors converted together with `first`, by the model's names. Raises StateError."""
