@@ -42,8 +42,8 @@ def substitute_sizes(program: PlainProgram, values: Mapping[str, int]) -> PlainP
     return replace(
         program,
         stages={name: substitute_in_stage(stage, values) for name, stage in program.stages.items()},
-        inputs=tuple(substitute_in_port(port, values) for port in program.inputs),
-        outputs=tuple(substitute_in_port(port, values) for port in program.outputs),
+        inputs=substitute_in_ports(program.inputs, values),
+        outputs=substitute_in_ports(program.outputs, values),
         dynamic=(),
         constraints=(),
     )
@@ -158,8 +158,11 @@ def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
     return replace(sharding, dims=dims)
 
 
-def substitute_in_port(port: Port, values: Mapping[str, int]) -> Port:
-    sharding = None if port.sharding is None else sharding_at(port.sharding, values)
-    return replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
+def substitute_in_ports(ports: Sequence[Port], values: Mapping[str, int]) -> tuple[Port, ...]:
+    shardings = [None if port.sharding is None else sharding_at(port.sharding, values) for port in ports]
+    return tuple(
+        replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
+        for port, sharding in zip(ports, shardings, strict=True)
+    )
 
 

@@ -34,6 +34,7 @@ from meshc.passes.phases.request import OpenedDims, Request
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.place.annotate import idle
 from meshc.passes.place.interests import Interest
+from meshc.passes.trace.put_sizes import substitute_in_joint
 from meshc.private import FakeTensor
 from meshc.program import instance
 
@@ -104,20 +105,15 @@ def settle(lowered: LoweredProgram) -> LoweredProgram:
     """A finished program, with 1 put in for the symbolic size of a row."""
     assert lowered.opened is not None
     values, placed = lowered.opened.values, lowered.placed
-    joint = replace(
-        placed.joint,
-        graph=instance.substitute_in_graph(placed.graph, values),
-        inputs=tuple(instance.substitute_in_port(port, values) for port in placed.joint.inputs),
-        outputs=tuple(instance.substitute_in_port(port, values) for port in placed.joint.outputs),
-    )
+    joint = substitute_in_joint(placed.joint, values)
     factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
         lowered,
         placed=replace(placed, joint=joint, view=LazyValue(lambda: joint), factors=factors),
         stages={name: instance.substitute_in_stage(stage, values) for name, stage in lowered.stages.items()},
         backward=None if lowered.backward is None else instance.substitute_in_stage(lowered.backward, values),
-        inputs=tuple(instance.substitute_in_port(port, values) for port in lowered.inputs),
-        outputs=tuple(instance.substitute_in_port(port, values) for port in lowered.outputs),
+        inputs=instance.substitute_in_ports(lowered.inputs, values),
+        outputs=instance.substitute_in_ports(lowered.outputs, values),
     )
 
 

@@ -9,7 +9,6 @@ What precedes the optimizer is in `gradients.py`. Parameters without a gradient 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
@@ -48,24 +47,23 @@ def append_update(traced: TracedModel) -> TracedModel:
         return traced.with_notes(
             *zero_gradient_notes(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"])
         )
-    graph, inputs, updates = joint.graph, list(joint.inputs), dict[Node, str]()
-    add = Appender(graph, "update")
-    entered = joint.placeholders()
+    model, inputs, entered = traced.request.module, list(joint.inputs), joint.placeholders()
+    add = Appender(joint.graph, "update")
     results = list(zip(joint.outputs, joint.results(), strict=True))
     kept = [(port, node) for port, node in results if port.kind != "gradient"]
     gradients = {port.name: node for port, node in results if port.kind == "gradient"}
-    with slice_layers(traced.request.module, traced.depth):
-        modules = dict(traced.request.module.named_parameters())
-        uncalled = unchosen_parameters(traced.request.module)
-        step, model = traced.request.options.experts.bias_update, traced.request.module
-        kept += [] if step is None else bias_updates(model, step, entered, kept, add.call)
+    counts = {port.name.removeprefix(ROUTED): node for port, node in kept if port.kind == "metric" and port.name.startswith(ROUTED)}
+    with slice_layers(model, traced.depth):
+        modules = dict(model.named_parameters())
+        uncalled = unchosen_parameters(model)
+        step = traced.request.options.experts.bias_update
+        kept += [] if step is None else bias_updates(model, step, entered, counts, add.call)
     if not gradients:
         _refuse_frozen(list(modules))
-    found = Gradients(add, traced, modules, entered, inputs, updates)
+    found = Gradients(add, traced, modules, entered, inputs)
     gradients, total = found.ahead_of_clipping(gradients)
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
-    _refuse_strange(spec, gradients, modules)
-    _refuse_idle(spec, gradients, modules)
+    _refuse_strange_or_idle(spec, gradients, modules)
     if traced.request.adds:
         kept += found.accumulated_sums(gradients)
         return _with_results(traced, joint, inputs, kept, found)
@@ -73,7 +71,7 @@ def append_update(traced: TracedModel) -> TracedModel:
     numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
     clusters = rows_of_clusters(model, uncalled, entered, traced.parts is not None)
-    experts = UnchosenExperts(add.call, uncalled, kept, clusters)
+    experts = UnchosenExperts(add.call, uncalled, counts, clusters)
     for name, gradient in gradients.items():
         parameter = modules[name]
         group = group_of(spec, parameter)
@@ -85,7 +83,8 @@ def append_update(traced: TracedModel) -> TracedModel:
         mine = entered[key_of("parameter", name)]
         state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        new, after = kept_update(group, name, mine, gradient, state, numbers[group.index], add.call, like, parameter, found.seed_step)
+        row = numbers[group.index]
+        new, after = kept_update(group, name, mine, gradient, state, row, add.call, like, parameter, lambda: found.seed_step)
         after |= sums
         if new is mine:
             unwritten[name] = group.optimizer
@@ -94,9 +93,7 @@ def append_update(traced: TracedModel) -> TracedModel:
         for slot in group.slots_of(parameter):
             value = after[slot.name]
             kept.append((Port("state", f"{name}/{slot.name}", record(value).shape, slot.dtype, of=name), value))
-        for node in add.made[before:]:
-            if node.target is not operator.getitem:
-                updates[node] = name
+        found.mark(before, name)
     _refuse_unwritten(unwritten)
     noted = traced.with_notes(*_foreign_parameter_notes(spec, gradients, modules, traced), *_without_masters(spec))
     return _with_results(noted, joint, inputs, kept, found)
@@ -112,7 +109,7 @@ def _with_results(traced: TracedModel, joint: Joint, inputs: list[Port], kept: l
 
 def _refuse_frozen(names: list[str]) -> None:
     """Refuses a step of a model without trainable parameters, which torch would refuse in backward."""
-    why = f"{_list_text(names)}: requires_grad is False" if names else "the model has no parameters"
+    why = f"{join_names(names, 6)}: requires_grad is False" if names else "the model has no parameters"
     raise CompileError(
         f"there is nothing to train\n  why: {why}\n"
         "  what to do: requires_grad_(True) on what is to be trained, before meshc.compile; a model that is only to be evaluated is\n"
@@ -121,13 +118,11 @@ def _refuse_frozen(names: list[str]) -> None:
 
 
 def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> list[dict[str, Node]]:
-    found: list[dict[str, Node]] = []
-    for group in spec.groups:
-        row = {}
+    found: list[dict[str, Node]] = [{} for _ in spec.groups]
+    for group, row in zip(spec.groups, found, strict=True):
         for entry in group.numbers:
             row[entry] = add.placeholder(f"number_{group.index}_{entry}", (), torch.float64)
             inputs.append(Port("number", f"{group.index}.{entry}", (), torch.float64, of=f"{group.index}.{entry}"))
-        found.append(row)
     return found
 
 
@@ -143,22 +138,18 @@ def _state_inputs(add: Appender, inputs: list[Port], name: str, parameter: torch
     return state
 
 
-def _refuse_strange(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
-    """Refuses an optimizer that has none of the model's parameters."""
+def _refuse_strange_or_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
+    """Refuses an optimizer that has none of the model's parameters, and parameters with a gradient whose optimizer is never stepped."""
     if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
         raise CompileError(
             f"{spec.optimizer} updates none of the model's parameters\n"
             "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
         )
-
-
-def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
-    """Refuses parameters with a gradient whose optimizer is never stepped."""
     holders = {id(parameter): holder for parameter, holder in spec.idle}
     faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}
     if faults:
         raise CompileError(
-            f"{_list_text(faults)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
+            f"{join_names([*faults], 6)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
             f"  why: what steps is {spec.optimizer}\n"
             "  what to do: call its step too, or give TrainStep(optimizer=[...]) with all optimizers that are to step; parameters\n"
             "  that are to stay as they are: leave them out, or set requires_grad_(False)"
@@ -168,7 +159,7 @@ def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Ma
 def _refuse_unwritten(faults: Mapping[str, str]) -> None:
     if faults:
         raise CompileError(
-            f"{_list_text(faults)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
+            f"{join_names([*faults], 6)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
             f"  why: {_holders(faults)}.step was traced for parameters of their shape, and writes nothing to them\n"
             "  what to do: give them to an optimizer that updates them, TrainStep(optimizer=[first, second]); parameters\n"
             "  that are to stay as they are: leave them out, or set requires_grad_(False)"
@@ -183,7 +174,7 @@ def _foreign_parameter_notes(
     held = {id(p) for group in spec.groups for p in group.params}
     free = [whole for name in gradients if id(modules[name]) not in held for whole in whole_names(traced.depth, name)]
     if free:
-        notes.append(f"no optimizer holds {_list_text(free)}: they have a gradient and are not updated")
+        notes.append(f"no optimizer holds {join_names(free, 6)}: they have a gradient and are not updated")
     mine = {id(p) for p in traced.request.module.parameters()}  # of all layers, captured or not
     others = sum(id(p) not in mine for group in spec.groups for p in group.params)
     if others:
@@ -196,11 +187,6 @@ def _without_masters(spec: OptimizerSpec) -> list[str]:
     asked = any(group.keeping.master_weights for group in spec.groups)
     made = any(slot.name == MASTER for group in spec.groups for slots in group.slots for slot in slots)
     return ["master_weights=True: no parameter of the optimizer has 16 bits, so none has a master"] if asked and not made else []
-
-
-def _list_text(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
 
 
 def _holders(faults: Mapping[str, str]) -> str:
@@ -216,14 +202,13 @@ def _holders(faults: Mapping[str, str]) -> str:
 
 
 def bias_updates(
-    model: torch.nn.Module, step: float, entered: Mapping[str, Node], kept: list[tuple[Port, Node]], call: Callable[..., Node]
+    model: nn.Module, step: float, entered: Mapping[str, Node], counts: Mapping[str, Node], call: Callable[..., Node]
 ) -> list[tuple[Port, Node]]:
     """The biases after a step.
 
-    entered, kept  placeholders by key; the graph's results so far, with the counts
-    call           adds a node
+    entered, counts  placeholders by key; by path, how often each expert is chosen
+    call             adds a node
     """
-    counts = {port.name.removeprefix(ROUTED): node for port, node in kept if port.kind == "metric" and port.name.startswith(ROUTED)}
     made = []
     for path, name in biases_of(model).items():
         bias, tokens = entered.get(key_of("buffer", name)), counts.get(path)
@@ -262,11 +247,9 @@ class UnchosenExperts:
     """
 
     def __init__(
-        self, call: Callable[..., Node], places: Places, kept: list[tuple[Port, Node]], clusters: Mapping[tuple[str, int], list[Node]]
+        self, call: Callable[..., Node], places: Places, counts: Mapping[str, Node], clusters: Mapping[tuple[str, int], list[Node]]
     ) -> None:
-        self.call, self.places, self.clusters = call, places, clusters
-        metrics = [(port.name, node) for port, node in kept if port.kind == "metric"]
-        self.counts = {name.removeprefix(ROUTED): node for name, node in metrics if name.startswith(ROUTED)}
+        self.call, self.places, self.counts, self.clusters = call, places, counts, clusters
         self.chosen: dict[tuple[tuple[str, int], ...], Node] = {}
 
     def keep_state(

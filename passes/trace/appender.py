@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_arg
 
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir.functions import Function
@@ -20,35 +22,24 @@ class Appender:
         self.output = output_of(graph)
         self.made: list[Node] = []
 
-    def value(self, argument: object) -> object:
-        if isinstance(argument, Node):
-            if argument not in self.meta:
-                found = record(argument)
-                self.meta[argument] = torch.empty(found.shape, dtype=found.dtype, device="meta")
-            return self.meta[argument]
-        if isinstance(argument, list | tuple):
-            return type(argument)(self.value(item) for item in argument)
-        return argument
+    def _value(self, node: Node) -> Any:
+        if node not in self.meta:
+            found = record(node)
+            self.meta[node] = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        return self.meta[node]
 
     def call(self, target: Function, *args: Argument, **kwargs: Argument) -> Node:
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args, kwargs)
-        given = {key: self.value(item) for key, item in kwargs.items()}
-        if "device" in given:
-            given["device"] = "meta"
-        result = target(*map(self.value, args), **given)
-        self.meta[node] = result
+        values, named = map_arg((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs), self._value)
+        result = self.meta[node] = target(*values, **named)
         self.made.append(node)
-        if isinstance(result, list | tuple):
-            set_record(node, tuple(self._record(item) for item in result))
-        else:
-            set_record(node, self._record(result))
+        set_record(node, tuple(map(self._record, result)) if isinstance(result, list | tuple) else self._record(result))
         return node
 
     def _record(self, result: object) -> Record:
-        if isinstance(result, torch.Tensor):
-            return Record(tuple(result.shape), result.dtype, source=self.source, phase=self.phase)
-        return Record(source=self.source, phase=self.phase)
+        shape, dtype = (tuple(result.shape), result.dtype) if isinstance(result, torch.Tensor) else ((), None)
+        return Record(shape, dtype, source=self.source, phase=self.phase)
 
     def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
         with self.graph.inserting_after(placeholders(self.graph)[-1]):

@@ -142,6 +142,6 @@ def trace(watch: AtenCallRecorder, operands: list[Tensor], names: list[int], res
 
     rows: list[object] = []
     for number, call in enumerate(watch.calls):
-        rows.append((call.function.name(), [name(leaf) for leaf in trees.leaves((call.args, call.kwargs))]))
-        name_of.update({id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))})
-    return [*rows, [name(leaf) for leaf in trees.leaves(result)]]
+        rows.append((call.function.name(), [*map(name, trees.leaves((call.args, call.kwargs)))]))
+        name_of |= {id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))}
+    return [*rows, [*map(name, trees.leaves(result))]]

@@ -7,7 +7,6 @@ of its microbatches is traced for one microbatch; the batch dims of its inputs a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 
@@ -33,7 +32,9 @@ def capture(outset: CompilationPhase) -> TracedModel:
     if outset.parts is not None:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
-    with slice_layers(ask.module, outset.depth), _group_experts(outset, (args, kwargs)):
+    groups, experts = partial(groups_of, outset.plan, outset.sizes), ask.options.experts  # as many groups as the plan has
+    formed = formed_experts(ask.module, groups, experts.bound, rows_of((args, kwargs)), experts.limit)
+    with slice_layers(ask.module, outset.depth), formed:
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
             dynamic=opened, numbers=ask.numbers,
@@ -41,13 +42,6 @@ def capture(outset: CompilationPhase) -> TracedModel:
     if ask.train:
         refuse_empty(model.inputs)
     return TracedModel(**phase_fields(outset), model=model, dynamic=dynamic)
-
-
-def _group_experts(outset: CompilationPhase, inputs: object) -> AbstractContextManager[None]:
-    """A context in which experts are traced in as many groups as the plan has, with the request's bound and capacity."""
-    ask = outset.request
-    groups = partial(groups_of, outset.plan, outset.sizes)
-    return formed_experts(ask.module, groups, ask.options.experts.bound, rows_of(inputs), ask.options.experts.limit)
 
 
 def _open(
@@ -64,8 +58,6 @@ def _open(
     leaves = zip(names, trees.leaves((tuple(args), dict(kwargs))), strict=True)
     inputs = [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = {size for tensor in (*ask.module.parameters(), *ask.module.buffers()) for size in tensor.shape}
-    for path, shape in inputs:
-        fixed |= {size for dim, size in enumerate(shape) if dim not in dynamic.dims.get(path, {})}
-    pieces = prod(outset.sizes.values())
-    found = dynamic.choose_hints(inputs, fixed, pieces)
+    fixed |= {size for path, shape in inputs for dim, size in enumerate(shape) if dim not in dynamic.dims.get(path, {})}
+    found = dynamic.choose_hints(inputs, fixed, prod(outset.sizes.values()))
     return tuple(found.values()), {path: {dim: found[name] for dim, name in row.items()} for path, row in dynamic.dims.items()}

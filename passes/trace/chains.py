@@ -47,8 +47,14 @@ def argument(node: Node, place: int, name: str, default: object = None) -> objec
 
 
 def node_of(x: object) -> Node:
-    need(isinstance(x, Node))
-    assert isinstance(x, Node)
+    if not isinstance(x, Node):
+        raise PatternMismatch
+    return x
+
+
+def number_of(x: object) -> float:
+    if not isinstance(x, int | float):
+        raise PatternMismatch
     return x
 
 
@@ -71,7 +77,7 @@ def drops_nothing(node: Node) -> bool:
 def forget(node: Node) -> None:
     """Erases a call that nobody reads, and then its operands that nobody reads any more."""
     if node.op in ("call_function", "call_method") and not node.users:
-        before = dict.fromkeys(node.all_input_nodes)
+        before = node.all_input_nodes
         node.graph.erase_node(node)
         for one in before:
             forget(one)

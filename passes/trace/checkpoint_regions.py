@@ -13,10 +13,9 @@ outermost counts: everything in it is recomputed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os.path import commonprefix
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -27,6 +26,7 @@ from meshc.errors import CaptureError
 from meshc.frontend.sources import module_calls, source_of
 from meshc.ir import KEY, is_getitem, op_name, records, set_record
 
+CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
 REGION: Final = "ac_graph_id"
 POLICY: Final = "recompute"
 """Keys of `meta` that torch's own regions use; tracing passes their values on."""
@@ -46,41 +46,20 @@ SAVES: Final = (
 )  # fmt: skip
 """A value that a policy would offload is saved on the device: the plan alone decides what is offloaded."""
 
-Policy = Callable[..., Any]
-
 
 def tag_region(body: GraphModule, call: Node, names: Counter[str]) -> None:
     """Tags the nodes of a body whose call is to be replaced: with the call's region if it is in one, otherwise with a new one."""
     if REGION in call.meta:
         region, policy = call.meta[REGION], call.meta[POLICY]
     else:
-        inside = [_path(node) for node in body.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-        module = _common([path for path in inside if path]) or "model"
+        inside = [module_calls(node) for node in body.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+        module = ".".join(commonprefix([calls[-1][1].split(".") for calls in inside if calls and calls[-1][1]])) or "model"
         names[module] += 1
         region = module if names[module] == 1 else f"{module}#{names[module]}"
-        policy = _policy(body)
+        contexts = body.meta.get("_checkpoint_context_fn")
+        policy = None if contexts is None else getattr(contexts()[0], "policy_fn", None)  # None: it saves no value
     for node in body.graph.nodes:
         node.meta[REGION], node.meta[POLICY] = region, policy
-
-
-def carry_region(node: Node, made: Node) -> None:
-    """Copies the tags of a body's node to its copy."""
-    made.meta[REGION], made.meta[POLICY] = node.meta[REGION], node.meta[POLICY]
-
-
-def _path(node: Node) -> str:
-    calls = module_calls(node)
-    return calls[-1][1] if calls else ""
-
-
-def _common(paths: Iterable[str]) -> str:
-    return ".".join(commonprefix([path.split(".") for path in paths]))
-
-
-def _policy(body: GraphModule) -> Policy | None:
-    """The function that decides which values a region saves; None: it saves none."""
-    contexts = body.meta.get("_checkpoint_context_fn")
-    return None if contexts is None else getattr(contexts()[0], "policy_fn", None)
 
 
 def mark_regions(graph: Graph) -> None:
@@ -98,8 +77,7 @@ def _saves(node: Node) -> bool:
     policy = node.meta.get(POLICY)
     if not callable(policy) or isinstance(policy, CheckpointPolicy):
         return False
-    args: Any = map_arg(node.args, lambda one: one.meta.get("val"))
-    kwargs: Any = map_arg(node.kwargs, lambda one: one.meta.get("val"))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
     context = SelectiveCheckpointContext(is_recompute=False, op_output=node.meta.get("val"))
     try:
         answers = [policy(context, target, *args, **kwargs) for target in STANDS_FOR.get(op_name(node), (node.target,))]

@@ -39,20 +39,15 @@ def count_experts(traced: TracedModel) -> TracedModel:
     ports, results = list(joint.outputs), joint.results()
     for path, (product, choice, experts) in _routed_experts(list(joint.graph.nodes)).items():
         add = Beside(choice, record(product).source, traced.parts is not None)
-        if choice.target not in CAPPED:
-            counts, dropped = add.counts(choice, experts), None
-        else:
-            asked = choice.args[0]
-            assert isinstance(asked, Node)
-            counts = add.counts(asked, experts)
+        asked = choice.args[0] if choice.target in CAPPED else choice
+        assert isinstance(asked, Node)
+        counts = add.counts(asked, experts)
+        found = [(Port("metric", ROUTED + path, (experts,), torch.int64), counts)]
+        if asked is not choice:
             dropped = add.call(aten.sum.default, add.call(aten.sub.Tensor, counts, add.counts(choice, experts), shape=(experts,)))
-        for port, node in (
-            (Port("metric", ROUTED + path, (experts,), torch.int64), counts),
-            (Port("metric", DROPPED + path, (), torch.int64), dropped),
-        ):
-            if node is not None:
-                ports.append(port)
-                results.append(add.whole(node))
+            found.append((Port("metric", DROPPED + path, (), torch.int64), dropped))
+        ports += [port for port, _ in found]
+        results += [add.whole(node) for _, node in found]
     set_results(joint.graph, results)
     return replace(traced, joint=replace(joint, outputs=tuple(ports)))
 
@@ -72,21 +67,18 @@ def _routed_experts(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
 def _find_choice(node: Node, places: int) -> tuple[Node, int]:
     """The choice of the model, or of a capacity, behind the operators that lay it out for products, and the number of experts: `places`,
     unless some of these are for copies."""
-    while True:
-        made = node.args[0] if node.args else None
-        if node.target in LAYOUT and isinstance(made, Node):
-            node = made
-        elif is_getitem(node) and isinstance(made, Node) and made.target in CHOOSING:
+    while node.args and isinstance(made := node.args[0], Node):
+        if is_getitem(node) and made.target in CHOOSING:
             assert isinstance(made.args[0], Node)
-            node = made.args[0]
-        elif node.target is meshc.choices_to_places.default and isinstance(made, Node):
-            node = made
-        elif node.target is meshc.choices_to_slots.default and isinstance(made, Node):
+            made = made.args[0]
+        elif node.target is meshc.choices_to_slots.default:
             slots = node.args[1]
             assert isinstance(slots, Node)
-            node, places = made, record(slots).shape[0]
-        else:
-            return node, places
+            places = record(slots).shape[0]
+        elif node.target not in (*LAYOUT, meshc.choices_to_places.default):
+            break
+        node = made
+    return node, places
 
 
 class Beside:

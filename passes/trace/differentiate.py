@@ -9,16 +9,19 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from meshc.errors import CompileError
+from meshc.errors import CaptureError, CompileError
+from meshc.frontend.expert_placement import WEIGHTS, is_slots
 from meshc.frontend.train_step import METRICS
 from meshc.ir import Record, is_getitem, record, records, set_record
 from meshc.ir.graph import call, placeholders, set_results
 from meshc.ir.keys import is_a
+from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers meshc::copies_of
 from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace import mean_of_parts
-from meshc.passes.trace.count_experts import count_experts
-from meshc.passes.trace.joint_graph import joint_graph
-from meshc.passes.trace.movable_experts import refuse_other_readers
+from meshc.passes.trace.count_experts import LAYOUT, PRODUCTS, count_experts
+from meshc.passes.trace.joint_graph import joint_graph, operator_and_place
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
 
 def differentiate(traced: TracedModel) -> TracedModel:
@@ -42,24 +45,19 @@ def differentiate(traced: TracedModel) -> TracedModel:
 # g = mul(tangent_loss, w)      becomes      one = full([], 1.0);  g = mul(one, w)
 
 
-aten = torch.ops.aten
-
-
 def close_loss(traced: TracedModel) -> TracedModel:
     """The loss's tangent becomes the constant 1, or a microbatch's share of a mean. Gradients of inputs and buffers are dropped."""
     joint = traced.operators()
     graph = joint.graph
-    kept_inputs, kept_outputs, results = [], [], []
+    share = 1.0 / (traced.parts.count if traced.parts is not None else 1)
+    kept_outputs, results = [], []
     for port, node in zip(joint.inputs, placeholders(graph), strict=True):
-        if port.kind != "tangent":
-            kept_inputs.append(port)
-            continue
-        made = Record((), port.dtype, phase="backward")
-        share = 1.0 / (traced.parts.count if traced.parts is not None else 1)
-        with graph.inserting_after(placeholders(graph)[-1]):
-            one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
-        node.replace_all_uses_with(one)
-        graph.erase_node(node)
+        if port.kind == "tangent":
+            made = Record((), port.dtype, phase="backward")
+            with graph.inserting_after(placeholders(graph)[-1]):
+                one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
+            node.replace_all_uses_with(one)
+            graph.erase_node(node)
     for port, node in zip(joint.outputs, joint.results(), strict=True):
         if port.kind == "gradient" and is_a(port.name, "input", "buffer"):
             continue
@@ -69,7 +67,7 @@ def close_loss(traced: TracedModel) -> TracedModel:
         results.append(node)
     set_results(graph, results)
     drop_unread(graph)
-    joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
+    joint = replace(joint, inputs=tuple(port for port in joint.inputs if port.kind != "tangent"), outputs=tuple(kept_outputs))
     return replace(traced.with_notes(*_missing_gradients(joint)), joint=joint)
 
 
@@ -80,9 +78,8 @@ def _missing_gradients(joint: Joint) -> list[str]:
     missing = sorted(trainable - given)
     if missing and not given:
         raise CompileError("the loss reaches no trainable parameter: is it detached, or computed under no_grad?")
-    if not missing:
-        return []
-    return [f"{len(missing)} trainable parameters do not reach the loss and stay as they are: {', '.join(missing[:5])}"]
+    said = f"{len(missing)} trainable parameters do not reach the loss and stay as they are: {', '.join(missing[:5])}"
+    return [said] * bool(missing)
 
 
 # Dead code elimination, also of single results: operators that compute several gradients compute those that are read.
@@ -132,3 +129,54 @@ def _sum_alone(graph: Graph, node: Node) -> None:
     for result in list(node.users):
         with graph.inserting_before(result):
             result.replace_all_uses_with(call(graph, record(result), aten.sum.dim_IntList, grad, over))
+
+
+# Refusal of readers that index rows of movable experts' weights, which may be stored in another order than the model's.
+#
+#     group_mm(rows, transpose(gate_up_proj), choices_to_slots(choice))      right, whatever the order
+#     gate_up_proj[0].norm()                                                 of another expert once they have moved: refused
+
+
+ROW_BY_ROW: Final = (
+    *LAYOUT, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten._to_copy.default, aten.cat.default,
+    meshc.by_group.default, meshc.in_line.default,
+)  # fmt: skip
+"""Operators that keep rows apart and in order."""
+CLAMPED: Final = (aten.clamp.default, aten.clamp_min.default)
+
+
+def refuse_other_readers(joint: Joint) -> None:
+    """Raises CaptureError where weights of movable experts are read otherwise than by slot."""
+    names = {f"{port.name.rpartition('.')[0]}.{each}" for port in joint.inputs if is_slots(port.name) for each in WEIGHTS}
+    found = joint.placeholders()
+    held = [(name, node) for name in sorted(names) if (node := found.get(f"parameter:{name.lstrip('.')}")) is not None]
+    faults = [f"{name}: {operator_and_place(reader)}" for name, node in held for reader in _row_readers(node)]
+    if faults:
+        raise CaptureError(
+            'Options(experts=Experts(placement="movable")), and weights of experts that are read beside their layer\'s products:\n  '
+            + "\n  ".join(faults[:4])
+            + "\n  what to do: leave the option out, or what reads them"
+        )
+
+
+def _row_readers(weights: Node) -> list[Node]:
+    """Readers that depend on the order of rows."""
+    readers, found = [(weights, user) for user in weights.users], []
+    while readers:
+        read, user = readers.pop()
+        if user.target is meshc.copies_of.default or (user.target in PRODUCTS and user.args[1] is read):
+            continue
+        if user.target in ROW_BY_ROW and (read is weights or read in user.all_input_nodes):
+            readers += [(user, further) for further in user.users]
+        elif not (user.target is aten.index.Tensor and user.args[0] is read and _by_slot(user)):
+            found.append(user)
+    return found
+
+
+def _by_slot(user: Node) -> bool:
+    """Whether an index comes from the slots of the experts that tokens chose."""
+    indices = user.args[1]
+    index = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
+    while isinstance(index, Node) and index.target in (*LAYOUT, *CLAMPED):
+        index = index.args[0]
+    return isinstance(index, Node) and index.target is meshc.choices_to_slots.default

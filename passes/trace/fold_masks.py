@@ -12,8 +12,10 @@ Runs right after `differentiate`: values are pure there, and forward and backwar
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Final
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +28,8 @@ from meshc.ir.sizes import Ratio, Size
 from meshc.ops import attention as _attention  # noqa: F401 - registers it
 from meshc.ops.attention_masked_blocks import NEVER
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.known_values import KnownValues, compute_operands_first
 
-meshc = torch.ops.meshc
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
 ATTENTION: Final = (meshc.attention.default, meshc.attention_backward.default)
 
@@ -52,60 +53,44 @@ def fold_masks(traced: TracedModel) -> TracedModel:
     for node in graph.nodes:
         if node.target not in ATTENTION or not isinstance(bias := node.args[place_of(node, "bias")], Node):
             continue
-        key = (bias, _queries(node))
-        if key not in patterns:
-            value, queries = known.of(bias), _queries(node)
-            patterns[key] = pattern_of(value, queries) if value is not None else pattern_of_ranges(ranges.of(bias), queries)
-        found = patterns[key]
-        if found is not None and not node.args[place_of(node, "causal")]:
-            _fold(node, found)
+        queries = ir.records(node)[0].shape[2]  # of the output, or of the queries' gradient
+        if (bias, queries) not in patterns:
+            value = known.of(bias)
+            patterns[bias, queries] = pattern_of(value, queries) if value is not None else pattern_of_ranges(ranges.of(bias), queries)
+        found, named = patterns[bias, queries], named_arguments(node)
+        if found is not None and not named["causal"]:
+            last = "start" if found.window or found.offset else "window"
+            end = len(node.args) if named["seed_step"] is not None else place_of(node, last)
+            node.args = tuple((named | {"bias": None, **asdict(found)}).values())[:end]
     graph.eliminate_dead_code()
     return traced
 
 
-def _queries(node: Node) -> int:
-    return ir.records(node)[0].shape[2]  # of the output, or of the queries' gradient
-
-
-def _fold(node: Node, found: Pattern) -> None:
-    named = named_arguments(node)
-    end = len(node.args) if named["seed_step"] is not None else place_of(node, "start" if found.window or found.offset else "window")
-    node.args = tuple((named | {"bias": None, **asdict(found)}).values())[:end]
-
-
-def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
+def pattern_of(bias: Tensor, queries: int) -> Pattern | None:
     """The pattern of a bias [batch|1, heads|1, q|1, k], if it has one, the same for all of the batch and all heads."""
-    if bias is None:
-        return None
     seen = bias == 0
-    if not bool((seen | (bias <= NEVER)).all()):
-        return None
     first = seen[:1, :1]
-    if not bool((seen == first).all()):
+    if not (seen | (bias <= NEVER)).all() or not (seen == first).all():
         return None
     rows = first[0, 0].expand(queries, -1)
-    if bool(rows.all()):
+    if rows.all():
         return Pattern(False)
-    return _causal_pattern(rows)
-
-
-def _causal_pattern(seen: Tensor) -> Pattern | None:
-    """The causal pattern of `seen` [queries, keys], if each row is a range that ends, and begins, one key further than the row before."""
-    ends = seen.shape[1] - seen.flip(1).int().argmax(1)
-    return _windowed_pattern(seen.int().argmax(1), ends, seen.sum(1), seen.shape[1])
+    ends = rows.shape[1] - rows.flip(1).int().argmax(1)
+    return _windowed_pattern(rows.int().argmax(1), ends, rows.sum(1), rows.shape[1])
 
 
 def _windowed_pattern(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Pattern | None:
-    """The causal pattern of rows with these ranges: per row the first key that is seen, the one behind the last, and how many are seen."""
+    """The causal pattern of rows with these ranges, if each ends, and begins, one key further than the row before: per row the first key
+    that is seen, the one behind the last, and how many are seen."""
     queries = len(ends)
     offset = int(ends[0]) - 1
     at = torch.arange(queries) + offset
-    if offset < 0 or not bool((ends == at + 1).all()):
+    if offset < 0 or not (ends == at + 1).all():
         return None
     window = int(counts.max())
     for pattern in (Pattern(True, 0, offset), Pattern(True, window, offset)):
         first = (at - (pattern.window or keys + queries) + 1).clamp(min=0)
-        if bool((counts == ends - first).all()) and bool((begins == first).all()):
+        if (counts == ends - first).all() and (begins == first).all():
             return pattern
     return None
 
@@ -116,9 +101,9 @@ def pattern_of_ranges(found: Ranges | None, queries: int) -> Pattern | None:
         return None
     inside, outside = float(found.inside), float(found.outside)
     begins, ends = found.begin.expand(queries), found.end.expand(queries)
-    if inside == 0 and outside == 0 or inside == 0 and bool(((begins == 0) & (ends == found.keys)).all()):
+    if inside == 0 and (outside == 0 or ((begins == 0) & (ends == found.keys)).all()):
         return Pattern(False)
-    if inside != 0 or outside > NEVER or bool((ends <= begins).any()):
+    if inside != 0 or outside > NEVER or (ends <= begins).any():
         return None
     return _windowed_pattern(begins, ends, ends - begins, found.keys)
 
@@ -131,8 +116,6 @@ def pattern_of_ranges(found: Ranges | None, queries: int) -> Pattern | None:
 #
 # Two numbers a row, so that a mask of a million positions takes as long as a few sorts. A mask without one range in every row is not known.
 
-
-aten = torch.ops.aten
 
 BELOW, ABOVE = (aten.le.Tensor, aten.lt.Tensor), (aten.ge.Tensor, aten.gt.Tensor)
 MIRRORED = {
@@ -190,7 +173,9 @@ class SeenRanges:
             return found if found is not None and ir.record(operands[0]).shape[-2:] == shape[-2:] else None
         if node.target in (*AND, *OR):
             one, other = (self._truth(x, shape) for x in node.args[:2] if isinstance(x, Node))
-            return None if one is None or other is None else (_intersection if node.target in AND else _union)(one, other)
+            if one is None or other is None or node.target in OR:
+                return one and other and _union(one, other)
+            return one.with_bounds(torch.maximum(one.begin, other.begin), torch.minimum(one.end, other.end))
         if node.target in NOT:
             found = self._found[operands[0]]
             return None if found is None or not found.truth else _complement(found)
@@ -209,16 +194,14 @@ class SeenRanges:
         if keyed == also:
             return None
         keys, queries, target = (mine, its, target) if keyed else (its, mine, MIRRORED[target])
-        if not bool((keys[1:] >= keys[:-1]).all()):
+        if (keys[1:] < keys[:-1]).any():
             return None
         begin, end = torch.zeros_like(queries), torch.full_like(queries, keys.numel())
         first, behind = torch.searchsorted(keys, queries), torch.searchsorted(keys, queries, right=True)
-        if target in BELOW:
-            end = behind if target is BELOW[0] else first
-        elif target in ABOVE:
-            begin = first if target is ABOVE[0] else behind
-        else:
-            begin, end = first, behind
+        if target not in BELOW:
+            begin = behind if target is ABOVE[1] else first
+        if target not in ABOVE:
+            end = first if target is BELOW[1] else behind
         return _truths(begin, end, keys.numel())
 
     def _vector(self, node: Node) -> tuple[Tensor, bool] | None:
@@ -228,7 +211,7 @@ class SeenRanges:
             return None
         *_, rows, columns = (1, *value.shape)
         alike = value.reshape(-1, rows * columns)
-        if (rows != 1) == (columns != 1) or not bool((alike == alike[:1]).all()):
+        if (rows != 1) == (columns != 1) or (alike != alike[:1]).any():
             return None
         return alike[0].long().contiguous(), rows == 1
 
@@ -245,30 +228,27 @@ class SeenRanges:
     def _where_ranges(self, node: Node) -> Ranges | None:
         which, *values = node.args
         assert isinstance(which, Node)
-        found, numbers = self._found[which], [self._number(x) for x in values]
-        if found is None or not found.truth or any(number is None for number in numbers):
+        found, (inside, outside) = self._found[which], (self._number(x) for x in values)
+        if found is None or not found.truth or inside is None or outside is None:
             return None
-        inside, outside = numbers
-        assert inside is not None and outside is not None
-        return Ranges(found.begin, found.end, found.keys, inside, outside)
+        return replace(found, inside=inside, outside=outside)
 
     def _pointwise_ranges(self, node: Node) -> Ranges | None:
         """A pointwise operator on one value with ranges and on numbers: applied to `inside` and to `outside`."""
-        ranged = [x for x in node.all_input_nodes if self._found[x] is not None]
+        ranged = [(x, found) for x in node.all_input_nodes if (found := self._found[x]) is not None]
         if len(ranged) != 1 or torch.Tag.pointwise not in node.target.tags and node.target is not aten._to_copy.default:  # type: ignore[union-attr]
             return None
-        found = self._found[ranged[0]]
-        assert found is not None
-        numbers = {x: self._number(x) for x in node.all_input_nodes if x is not ranged[0]}
-        if any(number is None for number in numbers.values()) or ir.record(ranged[0]).shape[-2:] != ir.record(node).shape[-2:]:
+        ((one, found),) = ranged
+        numbers = {x: self._number(x) for x in node.all_input_nodes if x is not one}
+        if None in numbers.values() or ir.record(one).shape[-2:] != ir.record(node).shape[-2:]:
             return None
 
         def apply_operator(value: Tensor) -> Tensor:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: value if x is ranged[0] else numbers[x])
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: value if x is one else numbers[x])
             made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
             return made
 
-        return Ranges(found.begin, found.end, found.keys, apply_operator(found.inside), apply_operator(found.outside))
+        return replace(found, inside=apply_operator(found.inside), outside=apply_operator(found.outside))
 
     def _number(self, node: object) -> Tensor | None:
         value = self.known.of(node) if isinstance(node, Node) else None
@@ -279,24 +259,119 @@ def _truths(begin: Tensor, end: Tensor, keys: int) -> Ranges:
     return Ranges(begin, end, keys, torch.tensor(True), torch.tensor(False))
 
 
-def _intersection(one: Ranges, other: Ranges) -> Ranges:
-    return one.with_bounds(torch.maximum(one.begin, other.begin), torch.minimum(one.end, other.end))
-
-
 def _union(one: Ranges, other: Ranges) -> Ranges | None:
     """The union, where the ranges meet or one is empty in every row."""
     none, nor = one.end <= one.begin, other.end <= other.begin
     begin = torch.where(none, other.begin, torch.where(nor, one.begin, torch.minimum(one.begin, other.begin)))
     end = torch.where(none, other.end, torch.where(nor, one.end, torch.maximum(one.end, other.end)))
     meet = torch.maximum(one.begin, other.begin) <= torch.minimum(one.end, other.end)
-    return one.with_bounds(begin, end) if bool((none | nor | meet).all()) else None
+    return one.with_bounds(begin, end) if (none | nor | meet).all() else None
 
 
 def _complement(found: Ranges) -> Ranges | None:
     """The complement, where that is one range in every row."""
     none, front, back = found.end <= found.begin, found.begin == 0, found.end == found.keys
-    if not bool((none | front | back).all()):
+    if not (none | front | back).all():
         return None
     begin = torch.where(none, 0, torch.where(front, found.end, 0))
     end = torch.where(none | front, found.keys, found.begin)
     return found.with_bounds(begin, end)
+
+
+# Evaluation at compile time of values of no parameter, input or buffer: positions, and the masks computed from them.
+#
+#     arange, le, where  ->  the tensor itself, with size 1 in dims that `expand` only repeats
+#
+# A value that depends on a symbolic size is not known, unless that size only repeats the value.
+
+
+LARGEST = 1 << 24
+"""Elements of the largest value that is computed: a mask of 4096 by 4096, about 0.1 s an operator."""
+
+FILLED = (
+    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.full_like.default, aten.zeros_like.default,
+    aten.ones_like.default,
+)  # fmt: skip
+"""Operators whose result does not depend on the values of their operand."""
+
+
+Found = TypeVar("Found")
+
+
+def compute_operands_first(node: Node, found: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
+    """The memoised `compute(node)`, called once `found` has the results of all operands."""
+    work = [node]
+    while work:
+        if waiting := [x for x in work[-1].all_input_nodes if x not in found]:
+            work += waiting
+        elif (last := work.pop()) not in found:
+            found[last] = compute(last)
+    return found[node]
+
+
+class KnownValues:
+    """`of(node)`: the value, or None if it is not known. `constants`: constant tensors of the graph, by placeholder."""
+
+    def __init__(self, constants: dict[Node, Tensor]) -> None:
+        self._values: dict[Node, Tensor | None] = dict(constants)
+
+    def of(self, node: Node) -> Tensor | None:
+        """The value, of a shape that broadcasts to the node's."""
+        return compute_operands_first(node, self._values, self._compute)
+
+    def _compute(self, node: Node) -> Tensor | None:
+        target, inputs = node.target, node.all_input_nodes
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not ir.is_tensor(node):
+            return None
+        if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable or "empty" in target.name():
+            return None
+        shape, pointwise = ir.record(node).shape, target is aten.unsqueeze.default or torch.Tag.pointwise in target.tags
+        if target in FILLED:
+            operands = [_placeholder_tensor(x) for x in inputs]
+        elif pointwise or target in (aten.expand.default, *RESHAPES):  # on operands as they are known
+            operands = [self._values[x] for x in inputs]
+        else:
+            operands = [_whole(x, self._values[x]) for x in inputs]
+        values = [value for value in operands if value is not None]
+        if len(values) < len(operands):
+            return None
+        if target is aten.expand.default:
+            return values[0][(None,) * (len(shape) - values[0].dim())]
+        if target in RESHAPES:
+            # dims of size 1 may be added or removed before repeated dims; otherwise the value is expanded to its full shape
+            full = values[0] if ir.record(inputs[0]).shape == shape else _whole(inputs[0], values[0])
+            return full if full is None or full is values[0] else full.reshape(shape)
+        if _holds_open_size((node.args, node.kwargs)):
+            return None
+        if prod(_broadcast(values) if pointwise and values and target not in FILLED else shape) > LARGEST:
+            return None
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
+        try:
+            found: object = target(*args, **kwargs)
+        except RuntimeError:  # left to the program, which will raise the same error
+            return None
+        return found if isinstance(found, Tensor) else None
+
+
+def _holds_open_size(arguments: object) -> bool:
+    """Whether a symbolic size is among the arguments: a value computed from it is not known while compiling."""
+    return any(isinstance(leaf, Size | Ratio) for leaf in ir.leaves(arguments))
+
+
+def _placeholder_tensor(node: Node) -> Tensor | None:
+    """A tensor of the node's shape and dtype that takes no memory."""
+    found = ir.records(node)[0]
+    return None if found.dtype is None else _whole(node, torch.zeros((), dtype=found.dtype))
+
+
+def _whole(node: Node, value: Tensor | None) -> Tensor | None:
+    """The value in its full shape, unless that is too large."""
+    shape = ir.records(node)[0].shape
+    return None if value is None or _holds_open_size(shape) or prod(shape) > LARGEST else value.expand(shape)
+
+
+def _broadcast(values: list[Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*(value.shape for value in values)))
+    except RuntimeError:  # no pointwise operator
+        return ()

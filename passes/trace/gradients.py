@@ -43,18 +43,14 @@ meshc = torch.ops.meshc
 
 
 class Gradients:
-    """Writes into the graph of `add`, and into `inputs` and `updates`. `constants`: the graph's own, and those of hooks."""
+    """Writes into the graph of `add`, and into `inputs`. `updates`: the nodes that update a parameter, with its name; `constants`: the
+    graph's own, and those of hooks."""
 
     def __init__(
-        self,
-        add: Appender,
-        traced: TracedModel,
-        modules: Mapping[str, Tensor],
-        entered: Mapping[str, Node],
-        inputs: list[Port],
-        updates: dict[Node, str],
+        self, add: Appender, traced: TracedModel, modules: Mapping[str, Tensor], entered: Mapping[str, Node], inputs: list[Port]
     ) -> None:
-        self.add, self.traced, self.modules, self.entered, self.inputs, self.updates = add, traced, modules, entered, inputs, updates
+        self.add, self.traced, self.modules, self.entered, self.inputs = add, traced, modules, entered, inputs
+        self.updates: dict[Node, str] = {}
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
 
@@ -67,7 +63,7 @@ class Gradients:
             set_reason(node, reason="the gradient norm")
         return found, total
 
-    def _mark(self, before: int, name: str, reason: str = "") -> None:
+    def mark(self, before: int, name: str, reason: str = "") -> None:
         """Marks the nodes added since `before` as part of a parameter's update."""
         for node in self.add.made[before:]:
             if reason:
@@ -83,12 +79,28 @@ class Gradients:
         mine = hooks and (Hooks(hooks.of_gradient, ()) if when == 0 else Hooks((), hooks.of_parameter))
         if not mine or not (mine.of_gradient or mine.of_parameter):
             return gradient
-        before, parameter = len(self.add.made), self.modules[name]
-        like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        entry = self.entered[key_of("parameter", name)]
-        result = apply_hooks(name, mine, entry, gradient, like, self.add.call, self.seed_step, self._constant)
-        self._mark(before, name, f"a gradient hook of {name}")
+        before = len(self.add.made)
+        result = self._apply_hooks(name, mine, gradient)
+        self.mark(before, name, f"a gradient hook of {name}")
         return result
+
+    def _apply_hooks(self, name: str, hooks: Hooks, gradient: Node) -> Node:
+        """The gradient after its hooks."""
+        parameter = self.modules[name]
+        traced = _trace_hooks(name, hooks, torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta"))
+        values: dict[Node, object] = {}
+        given = iter((lambda: self.entered[key_of("parameter", name)], lambda: gradient, lambda: self.seed_step))
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                make = next(given)
+                if node.users:
+                    values[node] = make()
+            elif node.op == "get_attr":
+                values[node] = self._constant(getattr(traced, str(node.target)))
+            elif node.op == "call_function":
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), cast(Callable[[Node], Argument], values.__getitem__))
+                values[node] = self.add.call(node.target, *args, **kwargs)
+        return cast(Node, values[results_of(traced.graph)[1]])
 
     def _constant(self, value: Tensor) -> Node:
         if isinstance(value, DTensor) or any(value is one for one in (*self.modules.values(), *self.traced.request.module.buffers())):
@@ -101,12 +113,9 @@ class Gradients:
         self.inputs.append(Port("constant", name, tuple(value.shape), value.dtype))
         return self.add.placeholder(name, tuple(value.shape), value.dtype)
 
+    @cached_property
     def seed_step(self) -> Node:
         """The seed and step of random numbers, shared with the model if it draws any."""
-        return self._seed_step
-
-    @cached_property
-    def _seed_step(self) -> Node:
         found = next((self.entered[port.key] for port in self.inputs if port.kind == "random"), None)
         if found is None:
             found = self.add.placeholder(SEED_STEP, (2,), torch.int64)
@@ -116,9 +125,9 @@ class Gradients:
     # Sums over calls.
 
     def _accumulate(self, name: str, gradient: Node) -> Node:
-        spec = self.traced.request.optimizer
-        group = None if spec is None else group_of(spec, self.modules[name])
-        slot = next((slot for slot in group.slots_of(self.modules[name]) if slot.name == SUM), None) if group is not None else None
+        spec, parameter = self.traced.request.optimizer, self.modules[name]
+        group = None if spec is None else group_of(spec, parameter)
+        slot = None if group is None else next((slot for slot in group.slots_of(parameter) if slot.name == SUM), None)
         if slot is None:
             return gradient
         port = Port("state", f"{name}/{SUM}", tuple(slot.size), slot.dtype, of=name)
@@ -126,7 +135,7 @@ class Gradients:
         self.sums[name] = self.add.placeholder(port.name, port.shape, slot.dtype)
         before = len(self.add.made)
         result = self.add.call(aten.add.Tensor, self.sums[name], gradient)
-        self._mark(before, name, f"gradients of {name} over calls")
+        self.mark(before, name, f"gradients of {name} over calls")
         return result
 
     def accumulated_sums(self, gradients: Mapping[str, Node]) -> list[tuple[Port, Node]]:
@@ -135,7 +144,7 @@ class Gradients:
         for name, place in self.sums.items():
             before = len(self.add.made)
             value = self.add.call(meshc.round_param.default, place, gradients[name])
-            self._mark(before, name)
+            self.mark(before, name)
             found.append((Port("state", f"{name}/{SUM}", record(value).shape, record(place).dtype or torch.float32, of=name), value))
         return found
 
@@ -190,35 +199,8 @@ def group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
 # values of a gradient in Python, writes to the parameter, or only inspects the gradient is refused: a program would not repeat that.
 
 
-def apply_hooks(
-    name: str,
-    hooks: Hooks,
-    parameter: Node,
-    gradient: Node,
-    like: Tensor,
-    call: Callable[..., Node],
-    seed_step: Callable[[], Node],
-    constant: Callable[[Tensor], Node],
-) -> Node:
-    """The gradient after its hooks. `like`: a meta tensor of the parameter. `call`, `seed_step`, `constant`: create nodes of the graph."""
-    traced = _trace_hooks(name, hooks, like)
-    values: dict[Node, object] = {}
-    given = iter((lambda: parameter, lambda: gradient, seed_step))
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            make = next(given)
-            if node.users:
-                values[node] = make()
-        elif node.op == "get_attr":
-            values[node] = constant(getattr(traced, str(node.target)))
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), cast(Callable[[Node], Argument], values.__getitem__))
-            values[node] = call(node.target, *args, **kwargs)
-    return cast(Node, values[results_of(traced.graph)[1]])
-
-
 def _trace_hooks(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
-    """A graph of (parameter, gradient, seed and step), which returns the first two."""
+    """A graph of (parameter, gradient, seed and step), which returns the first two. `like`: a meta tensor of the parameter."""
 
     def function(parameter: Tensor, gradient: Tensor, seed_step: Tensor) -> tuple[Tensor, Tensor]:
         mine = parameter.clone()
@@ -228,8 +210,12 @@ def _trace_hooks(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             fakes = [*(torch.empty(like.shape, dtype=like.dtype) for _ in range(2)), torch.zeros(2, dtype=torch.int64)]
             traced = make_fx(torch.func.functionalize(function, remove="mutations"))(*fakes)
-            if any(_draws(node) for node in traced.graph.nodes):
-                numbered = _StepDraws(name, traced).run
+            if any(_draws(node.target) for node in traced.graph.nodes):
+                plain = traced
+
+                def numbered(*given: Tensor) -> object:
+                    return _StepDraws(plain, Drawing(name, given[2])).run(*given)
+
                 traced = make_fx(torch.func.functionalize(numbered, remove="mutations"))(*fakes)
     except MeshcError as error:
         raise CompileError(f"{name}: {error}") from error
@@ -275,35 +261,30 @@ def _refuse(name: str, hooks: Hooks, traced: GraphModule, like: Tensor) -> None:
 def _without_copies(traced: GraphModule) -> None:
     """Removes copies that were inserted so that hooks may write in place."""
     for node in list(traced.graph.nodes):
-        if node.op == "call_function" and node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
+        if node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
-        elif node.op == "call_function" and node.target is aten.copy.default:
+        elif node.target is aten.copy.default:
             here, source = node.meta["val"], node.args[1].meta["val"]
             if (here.shape, here.dtype) == (source.shape, source.dtype):
                 node.replace_all_uses_with(node.args[1])
     traced.graph.eliminate_dead_code()
 
 
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _draws(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 class _StepDraws(Interpreter):
     """Runs a graph with its random calls replaced by numbered draws of a step."""
 
-    def __init__(self, name: str, traced: GraphModule) -> None:
+    def __init__(self, traced: GraphModule, drawing: Drawing) -> None:
         super().__init__(traced)
-        self.name = name
-        self.drawing: Drawing | None = None
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self.drawing = Drawing(self.name, args[2])
-        return super().run(*args, **kwargs)
+        self.drawing = drawing
 
     def call_function(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        if not _draws(target):
             return super().call_function(target, args, dict(kwargs))
         answer = ANSWERS.get(target.overloadpacket)
-        if answer is None or self.drawing is None:
+        if answer is None:
             raise CompileError(f"{target} draws random numbers in a way that meshc does not define: use torch.randn_like or rand_like")
         return answer(self.drawing, target, arguments_by_name(target, args, kwargs))

@@ -13,95 +13,68 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.sources import source_of
+from meshc.ir.graph import output_of, placeholders
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
+from meshc.passes.trace.checkpoint_regions import CHECKPOINT, tag_region
 from meshc.passes.trace.repeat_writes import CheckpointedRegion, repeat_writes, requires_grad
-
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def inline_checkpoints(traced: TracedModel) -> TracedModel:
     """Replaces the calls, nested bodies included."""
     module, names = traced.model.module, Counter[str]()
     places: dict[Node, CheckpointedRegion] = {}
-    calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
-    while calls:
+    while calls := module.graph.find_nodes(op="call_function", target=CHECKPOINT):
         for call in calls:
             _inline(module, call, names, places)
-        calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
-    if places:
-        repeat_writes(traced.model, _regions(module.graph, places))
+    regions: dict[CheckpointedRegion, None] = {}  # in the order in which the model runs them
+    for node in module.graph.nodes:
+        for region in places[node].enclosing() if node in places else ():
+            region.nodes.append(node)
+            regions[region] = None
+    if regions:
+        repeat_writes(traced.model, [*regions])
     module.recompile()
     return traced
 
 
-def _regions(graph: Graph, places: Mapping[Node, CheckpointedRegion]) -> list[CheckpointedRegion]:
-    """The regions, in the order in which the model runs them, with their nodes."""
-    regions: dict[CheckpointedRegion, None] = {}
-    for node in graph.nodes:
-        for region in places[node].enclosing() if node in places else ():
-            region.nodes.append(node)
-            regions[region] = None
-    return [*regions]
-
-
 def _inline(module: GraphModule, call: Node, names: Counter[str], places: dict[Node, CheckpointedRegion]) -> None:
     """Replaces one call. `names`: by module, the number of its regions so far; `places`: the region of each node."""
-    body = _body(module, call)
-    region = CheckpointedRegion(bool(call.kwargs.get("use_reentrant")), places.get(call))
-    if region.reentrant and requires_grad(call) and not any(requires_grad(one) for one in call.all_input_nodes if one.op != "get_attr"):
-        raise CompileError(_without_gradient(call))
-    tag_region(body, call, names)
-    operands = iter(call.args[1:])
-    env: dict[Node, Argument] = {}
-    result: Argument = None
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(operands)
-        elif node.op == "output":
-            result = map_arg(node.args[0], lambda used: env[used])
-        else:
-            env[node] = made = _copy(module, body, node, call, env)
-            places[made] = region
-    _replace(module.graph, call, result)
-
-
-def _without_gradient(call: Node) -> str:
-    return (
-        "none of the inputs of a checkpointed region takes a gradient, and so, with use_reentrant=True, none of its parameters\n"
-        f"  in your model: {source_of(call)}\n"
-        "  why: torch leaves their gradients None, with a warning, and a program would train them\n"
-        "  what to do: checkpoint(..., use_reentrant=False); of a stock model, model.gradient_checkpointing_enable("
-        'gradient_checkpointing_kwargs={"use_reentrant": False}); or freeze these parameters'
-    )
-
-
-def _body(module: GraphModule, call: Node) -> GraphModule:
-    name = call.args[0]
+    name, *operands = call.args
     assert isinstance(name, Node)
     body = module.get_submodule(str(name.target))
     assert isinstance(body, GraphModule)
-    return body
+    region = CheckpointedRegion(bool(call.kwargs.get("use_reentrant")), places.get(call))
+    if region.reentrant and requires_grad(call) and not any(requires_grad(one) for one in call.all_input_nodes if one.op != "get_attr"):
+        raise CompileError(
+            "none of the inputs of a checkpointed region takes a gradient, and so, with use_reentrant=True, none of its parameters\n"
+            f"  in your model: {source_of(call)}\n"
+            "  why: torch leaves their gradients None, with a warning, and a program would train them\n"
+            "  what to do: checkpoint(..., use_reentrant=False); of a stock model, model.gradient_checkpointing_enable("
+            'gradient_checkpointing_kwargs={"use_reentrant": False}); or freeze these parameters'
+        )
+    tag_region(body, call, names)
+    env = dict[Node, Argument](zip(placeholders(body.graph), operands, strict=True))
+    for node in body.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            env[node] = made = _copy(module, body, node, call, env)
+            places[made] = region
+    _replace(module.graph, call, map_arg(output_of(body.graph).args[0], env.__getitem__))
 
 
-def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Argument]) -> Node:
-    """Copies a node of the body before the call. An attribute of the body gets a name in the model."""
+def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Any]) -> Node:
+    """Copies a node of the body, with its tags, before the call. An attribute of the body gets a name in the model."""
     with module.graph.inserting_before(call):
-        made = module.graph.node_copy(node, lambda used: env[used])
+        made = module.graph.node_copy(node, env.__getitem__)
     if node.op == "get_attr":
-        held = operator.attrgetter(str(node.target))(body)
         made.target = f"{call.name}_{str(node.target).replace('.', '_')}"
-        setattr(module, made.target, held)
-    carry_region(node, made)
+        setattr(module, made.target, operator.attrgetter(str(node.target))(body))
     if "nn_module_stack" not in made.meta and "nn_module_stack" in call.meta:
         made.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     return made

@@ -23,8 +23,10 @@ from meshc.frontend import capture
 from meshc.frontend.capture import JointGraph, TorchGraph
 from meshc.frontend.sources import module_calls, source_of
 from meshc.frontend.symbols import Symbols
-from meshc.ir import KEY, Record, is_getitem, leaves, op_name, operands, record, records, set_record, update, value_of
+from meshc.ir import KEY, Record, calls, calls_of, is_getitem, leaves, op_name, operands, record, records, set_record, update, value_of
 from meshc.ir.graph import equal_calls, output_of, placeholders, results_of, set_results
+from meshc.ir.likeness import like
+from meshc.ir.schemas import RESHAPES
 from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
@@ -34,7 +36,8 @@ aten = torch.ops.aten
 
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 CHECKS = {aten._assert_async.default, aten._assert_async.msg}
-"""Assertions without a result (`one_hot` checks its classes with two), which a program leaves out."""
+"""Assertions without a result (`one_hot` checks its classes with two), which a program leaves out: they would need a gather of what they
+check. Indices are checked by their readers (`guards.py`)."""
 
 
 def joint_graph(traced: TorchGraph) -> Joint:
@@ -54,9 +57,12 @@ def joint_graph(traced: TorchGraph) -> Joint:
     mark_module_outputs(graph, outputs)  # before common subexpressions of different modules become one value
     _forward_transparent(graph)
     forget_strides(graph)
-    _drop_checks(graph)
+    for check in CHECKS:
+        for node in graph.find_nodes(op="call_function", target=check):
+            graph.erase_node(node)
     _drop_empty(graph)
-    _merge_equal(graph)
+    for node, first in equal_calls(graph.nodes, apart=_kept_apart):  # each layer builds the same mask and casts the same table
+        _replace(graph, node, first)
     graph.eliminate_dead_code()
     for node, port in zip(placeholders(graph), list(inputs), strict=True):
         if port.kind == "constant" and not node.users:
@@ -106,27 +112,20 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     graph = joint.module.graph
     inputs: list[Port] = []
     for node, (kind, name) in zip(placeholders(graph), joint.placeholders, strict=True):
-        value = node.meta["val"]
         of = name if kind in ("tangent", "number") else ""
-        inputs.append(Port(kind, name, shape_of(node), value.dtype, of=of, requires_grad=name in traced.trainable))
-        node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
+        inputs.append(Port(kind, name, shape_of(node), node.meta["val"].dtype, of=of, requires_grad=name in traced.trainable))
+        text = "".join(c if c.isalnum() else "_" for c in (name if kind != "tangent" else f"tangent_{name}"))
+        node._rename(text if text[0].isalpha() else f"_{text}")
     output = output_of(graph)
-    flat = [*leaves(output.args[0])]
     kept: list[Node] = []
     outputs: list[Port] = []
-    for value, (given, name) in zip(flat, joint.outputs, strict=True):
+    for value, (given, name) in zip(leaves(output.args[0]), joint.outputs, strict=True):
         if isinstance(value, Node) and given != "none":
-            found = value.meta["val"]
-            outputs.append(Port(given, name, shape_of(value), found.dtype, of=name if given == "gradient" else ""))
+            outputs.append(Port(given, name, shape_of(value), value.meta["val"].dtype, of=name if given == "gradient" else ""))
             kept.append(value)
     set_results(graph, kept)
     output.meta.pop("desc", None)
     return inputs, outputs
-
-
-def _identifier(name: str) -> str:
-    text = "".join(c if c.isalnum() else "_" for c in name)
-    return text if text[0].isalpha() else f"_{text}"
 
 
 def _record_all(graph: Graph) -> None:
@@ -138,26 +137,19 @@ def _record_all(graph: Graph) -> None:
         # torch tags autograd's own nodes; in the backward of a user's own function a view may have no tag
         if node.meta.get("partitioner_tag") == "is_backward" or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
-        phase = "backward" if node in late else "forward"
-        source = source_of(node)
-        if isinstance(value, torch.Tensor):
-            set_record(node, Record(shape_of(node), value.dtype, source=source, phase=phase))
-        elif isinstance(value, list | tuple):
-            found = tuple(
-                Record(shape, v.dtype, source=source, phase=phase)
-                if isinstance(v, torch.Tensor)
-                else Record(source=source, phase=phase)
-                for v, shape in zip(value, shapes_of(node), strict=True)
-            )
-            set_record(node, found)
+        plain = Record(source=source_of(node), phase="backward" if node in late else "forward")
+        if isinstance(value, list | tuple):
+            shapes = node.meta.get(SHAPE) or [getattr(each, "shape", ()) for each in value]
+            pairs = zip(value, shapes, strict=True)
+            set_record(node, tuple(like(plain, shape=tuple(shape), dtype=getattr(each, "dtype", None)) for each, shape in pairs))
         else:
-            set_record(node, Record(source=source, phase=phase))
+            set_record(node, like(plain, shape=shape_of(node), dtype=value.dtype) if isinstance(value, torch.Tensor) else plain)
 
 
 def _say_dtypes(graph: Graph) -> None:
     """Adds explicit dtypes to factory calls (`ones`, `full`, `eye`) whose dtype is not float32: it was the default of the process that
     traced, and a program must not depend on one."""
-    for node in [node for node in graph.nodes if node.op == "call_function"]:
+    for node in calls(graph):
         schema = getattr(node.target, "_schema", None)
         found = records(node)[0].dtype
         if schema is None or found is None or not found.is_floating_point or found is torch.float32 or node.all_input_nodes:
@@ -169,37 +161,22 @@ def _say_dtypes(graph: Graph) -> None:
 def _forward_transparent(graph: Graph) -> None:
     """Removes aliases; a view by the trace's strides becomes a reshape, which holds for any strides of a kernel's result."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
+        if node.target in RESHAPES:
             node.target = aten.reshape.default
-        if node.op == "call_function" and node.target in TRANSPARENT:
+        elif node.target in TRANSPARENT:
             _replace(graph, node, node.args[0])
-        elif node.op == "call_function" and node.target is aten._to_copy.default and not isinstance(node.args[0], Node):
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], Node):
             node.target = aten.scalar_tensor.default  # a number that vmap has cast
-
-
-def _drop_checks(graph: Graph) -> None:
-    """Assertions would need a gather of what they check. Indices are checked by their readers (`guards.py`)."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in CHECKS:
-            graph.erase_node(node)
 
 
 def _drop_empty(graph: Graph) -> None:
     """A concatenation with empty tensors (a cache that is still empty) is the other operand."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.cat.default:
-            continue
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         kept = [x for x in node.args[0] if 0 not in shape_of(x)]
         if len(kept) == 1 and shape_of(kept[0]) == shape_of(node):
             _replace(graph, node, kept[0])
         elif 0 < len(kept) < len(node.args[0]):
             node.args = (kept, *node.args[1:])
-
-
-def _merge_equal(graph: Graph) -> None:
-    """Common subexpression elimination (each layer builds the same mask and casts the same table)."""
-    for node, first in equal_calls(graph.nodes, apart=_kept_apart):
-        _replace(graph, node, first)
 
 
 def _replace(graph: Graph, node: Node, other: Node) -> None:
@@ -211,16 +188,18 @@ def _replace(graph: Graph, node: Node, other: Node) -> None:
 
 
 def _kept_apart(node: Node) -> str:
-    """Additional key of a common subexpression. Values of sizes alone have their source lines: positions along a batch are not those along
-    a sequence of as many tokens."""
-    phase = records(node)[0].phase if _expensive(node) else ""
+    """Additional key of a common subexpression. Of what is worth its memory across phases, forward and backward stay as traced; views and
+    getitem are free. Values of sizes alone have their source lines: positions along a batch are not those along a sequence of as many
+    tokens."""
+    free = is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default)
+    phase = "" if free else records(node)[0].phase
     lines = node.meta.get("stack_trace") if not node.all_input_nodes and shape_of(node) else ""
     return f"{phase} {lines}"
 
 
-def _expensive(node: Node) -> bool:
-    """Whether a value is worth its memory across phases, so that forward and backward stay as traced; views and getitem are free."""
-    return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))
+def operator_and_place(node: Node) -> str:
+    """An operator and its place in the user's model, for messages."""
+    return f"{op_name(node).removeprefix('aten.')} at {str(records(node)[0].source) or 'the model itself'}"
 
 
 # Refusal of sparse tensors: rules and collectives cut dense arrays only.
@@ -234,7 +213,7 @@ def refuse_sparse(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            faults.append(f"{op_name(node).removeprefix('aten.')} at {records(node)[0].source or 'the model itself'}: {value.layout}")
+            faults.append(f"{operator_and_place(node)}: {value.layout}")
     if faults:
         raise CaptureError(
             "sparse tensors in the model, and programs compute with dense ones:\n  " + "\n  ".join(faults[:4]) + "\n  "
@@ -254,17 +233,13 @@ def refuse_sparse(graph: Graph) -> None:
 def mark_module_outputs(graph: Graph, outputs: Sequence[Port]) -> None:
     """Fills `returned_by` of every forward value, outermost module first; the whole model has no path and is left out."""
     results = {node for node, port in zip(results_of(graph), outputs, strict=True) if port.kind == "output"}
-    calls = {node: dict(module_calls(node)) for node in graph.nodes if _is_forward(node)}
-    for node, made_in in calls.items():
+    modules = {node: dict(module_calls(node)) for node in calls_of(graph, "forward")}
+    for node, made_in in modules.items():
         if isinstance(node.meta[KEY], tuple):
             continue  # read by getitem, of the same call
-        readers = [calls[user] for user in node.users if user in calls] + [{}] * (node in results)
+        readers = [modules[user] for user in node.users if user in modules] + [{}] * (node in results)
         returned = (path for call, path in made_in.items() if path and any(call not in reader for reader in readers))
         update(node, returned_by=tuple(dict.fromkeys(returned)))
-
-
-def _is_forward(node: Node) -> bool:
-    return node.op == "call_function" and records(node)[0].phase == "forward"
 
 
 # Symbolic sizes of a trace as numbers with their expressions, in place of nodes that compute them.
@@ -284,9 +259,7 @@ def settle_sizes(graph: Graph, symbols: Symbols) -> None:
     numbers: dict[Node, Argument] = {}
 
     def settle_argument(argument: Argument) -> Argument:
-        if isinstance(argument, Node):
-            return numbers.get(argument, argument)
-        return symbols.open(argument)
+        return numbers.get(argument, argument) if isinstance(argument, Node) else symbols.open(argument)
 
     for node in list(graph.nodes):
         node.args, node.kwargs = map_aggregate(node.args, settle_argument), map_aggregate(node.kwargs, settle_argument)
@@ -309,13 +282,6 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return found
 
 
-def shapes_of(node: Node) -> list[tuple[int, ...]]:
-    """The global shapes of a traced node's results."""
-    if SHAPE in node.meta:
-        return list(node.meta[SHAPE])
-    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in node.meta["val"]]
-
-
 # Refusal of products whose operands differ in dtype: kernels refuse them, fake tensors do not, so a program would fail at its first call.
 #
 # mm(x: f64[4, 8], t: f32[8, 4])         refused, with the user's line: torch takes one dtype on both sides
@@ -329,23 +295,17 @@ def refuse_mixed(graph: Graph) -> None:
     """Raises CaptureError that lists every forward product of several dtypes."""
     faults = []
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in PRODUCTS or records(node)[0].phase != "forward":
+        if node.target not in PRODUCTS or records(node)[0].phase != "forward":
             continue
-        given = [_dtype_and_shape(operand) for operand in operands(node)]
-        if len({dtype for dtype, _ in given}) > 1:
-            said = " and ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for dtype, shape in given)
-            faults.append(f"{op_name(node).removeprefix('aten.')} at {str(records(node)[0].source) or 'the model itself'}: {said}")
+        given = [records(made)[index] for made, index in map(value_of, operands(node))]
+        if len({one.dtype for one in given}) > 1:
+            said = " and ".join(f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in given)
+            faults.append(f"{operator_and_place(node)}: {said}")
     if faults:
         raise CaptureError(
             "products of different dtypes, which torch does not compute:\n  " + "\n  ".join(faults[:4]) + "\n  "
             "what to do: pass inputs of the parameters' dtype, cast (x.to(self.weight.dtype)), or compile under torch.autocast"
         )
-
-
-def _dtype_and_shape(operand: Node) -> tuple[torch.dtype | None, list[int]]:
-    node, index = value_of(operand)
-    found = records(node)[index]
-    return found.dtype, list(found.shape)
 
 
 # Reshapes in place of strided views: memory layouts of a trace, as operators on values only.
@@ -365,7 +325,7 @@ SOURCE = {aten.as_strided.default: 0, aten.as_strided_scatter.default: 1}
 def forget_strides(graph: Graph) -> None:
     """In place; every node has its record and, from the trace, its fake tensor."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in SOURCE and _covers_all(node, SOURCE[node.target] + 1):
+        if node.target in SOURCE and _covers_all(node, SOURCE[node.target] + 1):
             _reshape(graph, node, node.args[SOURCE[node.target]])
 
 
@@ -388,13 +348,10 @@ def _dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _reshape(graph: Graph, node: Node, source: Node) -> None:
-    shape = record(node).shape
-    if record(source).shape == shape:
-        new = source
-    else:
+    new, shape = source, record(node).shape
+    if record(source).shape != shape:
         with graph.inserting_before(node):
             new = graph.call_function(aten.reshape.default, (source, list(shape)))
-        new.meta.update(node.meta)
-        set_record(new, record(node))
+        new.meta.update(node.meta)  # its record among it
     node.replace_all_uses_with(new)
     graph.erase_node(node)

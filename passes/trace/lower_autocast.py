@@ -40,6 +40,7 @@ from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.autocast_calls import WHOLE, AtenCallRecorder, AutocastRefused, Casts, tensors, trace
+from meshc.passes.trace.checkpoint_regions import CHECKPOINT
 from meshc.passes.trace.raise_flex import FLEX
 from meshc.private import FakeTensor, FakeTensorMode
 
@@ -50,7 +51,6 @@ _GRADIENT_WITHIN: Final = (
     "  what to do: take the gradient behind the region, or here under torch.autocast(device_type, enabled=False): backward runs in the "
     "dtypes of its forward, which stays in the region"
 )
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def lower_autocast(traced: TracedModel) -> TracedModel:

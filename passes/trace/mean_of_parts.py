@@ -46,43 +46,36 @@ def means(request: Request) -> bool:
 
 def whole_forward(request: Request) -> Request:
     """The request of the graph from which batch dims are found: the whole batch, forward only."""
-    changes: dict[str, Any] = {"microbatches": 1, "batch_mix": "refuse", "inputs": "global", "joined": None}
-    return replace(request, grad=False, train=False, optimizer=None, **changes)
+    return replace(
+        request, grad=False, train=False, optimizer=None, microbatches=1, batch_mix="refuse", inputs="global", joined=None,
+    )  # fmt: skip
 
 
 def find_parts(whole: PlacedModel, request: Request) -> MicrobatchSplit:
     """The batch dims by which `request` cuts its inputs, from factors of its forward graph. Raises CompileError if it cannot be cut."""
     classes = _batch_classes(whole)
-    size = _batch_size(whole, classes)
-    _check_divides(size, request)
+    _check_divides(_batch_size(whole, classes), request)
     dims = tuple(
-        _carrying(port, whole.factors.dims[(node, 0)], set(classes))
+        _carrying(port, whole.factors.dims[node, 0], set(classes))
         for port, node in zip(whole.joint.inputs, placeholders(whole.graph), strict=True)
         if port.kind == "input"
     )
-    draws = {}
-    for node in _draws(whole.graph):
-        rows = whole.factors.dims[(node, 0)]
-        if any(factor in classes for row in rows for factor in row[1:]):
-            raise _unordered_error(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
-        draws[_call(node)] = tuple(_shape(node, 0))
-    return MicrobatchSplit(request.count, dims, draws)
-
-
-def _source(node: Node) -> str:
-    return str(records(node)[0].source)
+    draws = _draws(whole.graph)
+    for node in draws.values():
+        if any(factor in classes for row in whole.factors.dims[node, 0] for factor in row[1:]):
+            place = records(node)[0].source
+            raise _unordered_error(f"the random call at {place} draws with the batch inside a dim, not at its beginning")
+    return MicrobatchSplit(request.count, dims, {number: tuple(_shape(node, 0)) for number, node in draws.items()})
 
 
 def _batch_classes(whole: PlacedModel) -> dict[int, str]:
     """Factor classes of the batch -> an input that has it; no parameter has one."""
-    placeholders = whole.joint.placeholders()
-    learned = {
-        factor for key, node in placeholders.items() if is_a(key, "parameter") for row in whole.factors.dims[(node, 0)] for factor in row
-    }
+    dims = {key: whole.factors.dims[node, 0] for key, node in whole.joint.placeholders().items()}
+    learned = {factor for key, rows in dims.items() if is_a(key, "parameter") for row in rows for factor in row}
     found: dict[int, str] = {}
     for port in whole.joint.inputs:
         if port.kind == "input" and port.shape:
-            rows = whole.names.batch.of(port.name, whole.factors.dims[(placeholders[port.key], 0)])[1]
+            rows = whole.names.batch.of(port.name, dims[port.key])[1]
             if rows and rows[0] not in learned:
                 found.setdefault(rows[0], port.name)
     return found
@@ -118,13 +111,11 @@ def _check_divides(size: int, request: Request) -> None:
 def _carrying(port: Port, rows: tuple[tuple[int, ...], ...], classes: set[int]) -> int | None:
     """The batch dim of an input."""
     found = [dim for dim, row in enumerate(rows) if classes & set(row)]
-    if not found:
-        return None
     if len(found) > 1:
         raise _unordered_error(f"the input {port.name} of shape {list(port.shape)} carries the batch in dims {found}")
-    if rows[found[0]][0] not in classes:
+    if found and rows[found[0]][0] not in classes:
         raise _unordered_error(f"dim {found[0]} of the input {port.name} has the batch inside, not at its beginning")
-    return found[0]
+    return found[0] if found else None
 
 
 def _unordered_error(fault: str) -> CompileError:
@@ -139,28 +130,22 @@ def _unordered_error(fault: str) -> CompileError:
 def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
     """Gives random calls of the first microbatch the numbers and global shapes of the whole batch. Raises CompileError if the model draws
     otherwise."""
-    nodes = _draws(graph)
-    calls = {_call(node) for node in nodes}
-    for node in nodes:
+    draws = _draws(graph)
+    for number, node in draws.items():
         part = _shape(node, 1)
-        whole = parts.draws.get(_call(node), ())
-        if calls != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
+        whole = parts.draws.get(number, ())
+        if draws.keys() != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
             raise CompileError(
-                f"the random call at {_source(node)} draws {part} for a microbatch and {list(whole)} for the whole batch: "
+                f"the random call at {records(node)[0].source} draws {part} for a microbatch and {list(whole)} for the whole batch: "
                 "the model draws otherwise for a batch of another size\n  what to do: microbatches=1, or draw outside the model"
             )
         at = place_of(node, "global_shape")
         node.args = (*node.args[:at], list(whole), *node.args[at + 1 :])
 
 
-def _draws(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if call_number(node) is not None]
-
-
-def _call(node: Node) -> int:
-    number = call_number(node)
-    assert number is not None
-    return number
+def _draws(graph: Graph) -> dict[int, Node]:
+    """Random calls by number."""
+    return {number: node for node in graph.nodes if (number := call_number(node)) is not None}
 
 
 def _shape(node: Node, which: int) -> list[int]:
@@ -171,33 +156,28 @@ def _shape(node: Node, which: int) -> list[int]:
 def mark_sums(joint: Joint, count: int) -> None:
     """Scales the loss and metrics to their share of the mean, and marks them and all gradients as sums over microbatches."""
     _refuse_metrics([port for port in joint.outputs if port.kind == "metric"])
-    graph = joint.graph
-    output = output_of(graph)
-    made: dict[Node, Node] = {}
+    graph, made = joint.graph, dict[Node, Node]()
+    results = [(port.kind, node) for port, node in zip(joint.outputs, joint.results(), strict=True)]
 
     def like(x: Node, target: Function, *rest: float) -> Node:
-        with graph.inserting_before(output):
+        with graph.inserting_before(output_of(graph)):
             return call(graph, record(x), target, x, *rest)
 
-    for port, node in zip(joint.outputs, joint.results(), strict=True):
-        if port.kind in ("output", "gradient", "metric") and node not in made:
-            share = node if port.kind == "gradient" else like(node, aten.mul.Tensor, 1.0 / count)
+    for kind, node in results:
+        if kind in ("output", "gradient", "metric") and node not in made:
+            share = node if kind == "gradient" else like(node, aten.mul.Tensor, 1.0 / count)
             made[node] = like(share, meshc.sum_of_parts.default)
-    pairs = zip(joint.outputs, joint.results(), strict=True)
-    set_results(graph, (made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs))
+    set_results(graph, (made[node] if kind in ("output", "gradient", "metric") else node for kind, node in results))
 
 
 def _refuse_metrics(ports: Sequence[Port]) -> None:
-    faults = [f"{port.name} is {str(port.dtype).removeprefix('torch.')} {list(port.shape)}" for port in ports if not _is_mean(port)]
-    if faults:
+    strange = [port for port in ports if port.shape or not port.dtype.is_floating_point]
+    if strange:
+        faults = [f"{port.name} is {str(port.dtype).removeprefix('torch.')} {list(port.shape)}" for port in strange]
         raise CompileError(
             f'with batch_mix="mean_of_parts" a metric is the mean of what each microbatch gives, so it is one floating-point number: '
             f"{', '.join(faults)}\n  what to do: return its mean, metric.float().mean(), or microbatches=1"
         )
-
-
-def _is_mean(port: Port) -> bool:
-    return not port.shape and port.dtype.is_floating_point
 
 
 def cut_inputs(inputs: Sequence[Port], parts: MicrobatchSplit) -> tuple[tuple[Port, ...], dict[str, int]]:

@@ -14,12 +14,17 @@ from dataclasses import replace
 from meshc.errors import InputError
 from meshc.ir.sizes import PREFIX
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.traced_model import TracedModel
-from meshc.program import instance
+from meshc.passes.phases.traced_model import Joint, TracedModel
+from meshc.program.instance import holds, substitute_in_graph, substitute_in_ports
 
 
 class NotServed(Exception):
     """Sizes for which the trace may not hold."""
+
+
+def substitute_in_joint(joint: Joint, values: Mapping[str, int]) -> Joint:
+    inputs, outputs = (substitute_in_ports(ports, values) for ports in (joint.inputs, joint.outputs))
+    return replace(joint, graph=substitute_in_graph(joint.graph, values), inputs=inputs, outputs=outputs)
 
 
 def put_sizes(traced: TracedModel, request: Request, sizes: Mapping[str, int]) -> TracedModel:
@@ -29,18 +34,13 @@ def put_sizes(traced: TracedModel, request: Request, sizes: Mapping[str, int]) -
         if not size.low <= sizes[size.name] <= size.high:
             raise NotServed(f"{size.name} is {sizes[size.name]}, and the trace is for {size}")
     for text in traced.constraints:
-        if not instance.holds(text, values):
+        if not holds(text, values):
             raise NotServed(f"{text} does not hold")
     tree = traced.model.output_tree
     if any(isinstance(leaf, int | float) and type(leaf) not in (int, float, bool) for leaf in tree.plain.values()):
         raise NotServed("its output holds a size")
     try:
-        put = replace(
-            joint,
-            graph=instance.substitute_in_graph(joint.graph, values),
-            inputs=tuple(instance.substitute_in_port(port, values) for port in joint.inputs),
-            outputs=tuple(instance.substitute_in_port(port, values) for port in joint.outputs),
-        )
+        put = substitute_in_joint(joint, values)
     except InputError as error:
         raise NotServed(str(error)) from error
     return replace(traced.with_request(request), model=replace(traced.model, symbols=None), joint=put, dynamic=(), constraints=())

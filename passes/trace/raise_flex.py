@@ -9,7 +9,6 @@ Part of `raise_ops`. Tracing has turned each function into a graph on scalars; t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +30,16 @@ def raise_flex(module: GraphModule, node: Node) -> None:
     q, k, v, score, blocks, scale, _options, captured_by_score, captured_by_mask = node.args
     assert isinstance(blocks, tuple) and isinstance(score, Node) and isinstance(blocks[-1], Node)
     mask, where = blocks[-1], str(source_of(node))
-    _refuse_draws(_body(module, score), f"the score_mod of flex_attention() at {where}")
-    _refuse_draws(_body(module, mask), f"the mask_mod of flex_attention() at {where}")
+    scores, masks = _body(module, score), _body(module, mask)
+    _refuse_draws(scores, f"the score_mod of flex_attention() at {where}")
+    _refuse_draws(masks, f"the mask_mod of flex_attention() at {where}")
     statistics = any(user.target is operator.getitem and user.args[1] != 0 and _is_read(user) for user in node.users)
+    shown = _result(masks)
+    full = isinstance(shown, Node) and shown.op == "call_method" and shown.target == "new_ones"  # torch's default mask, which hides nothing
     node.target = flex_attention
     node.args = (
-        q, k, v, _function(_body(module, score), score, _is_identity), _function(_body(module, mask), mask, _is_full),
-        _is_causal(_body(module, mask)), scale, captured_by_score, captured_by_mask, statistics, where,
+        q, k, v, None if _result(scores) is placeholders(scores)[0] else _function(scores, score), None if full else _function(masks, mask),
+        _is_causal(masks), scale, captured_by_score, captured_by_mask, statistics, where,
     )  # fmt: skip
     for given in (score, *blocks):
         if isinstance(given, Node) and given.op == "get_attr" and not given.users:
@@ -56,10 +58,8 @@ def _is_read(node: Node) -> bool:
     return any(user.target not in idle or _is_read(user) for user in node.users)
 
 
-def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool]) -> Node | None:
-    """A function's node, its graph ready for vmap; None for a function that changes nothing."""
-    if changes_nothing(body):
-        return None
+def _function(body: Graph, node: Node) -> Node:
+    """A function's node, its graph ready for vmap."""
     for item in body.find_nodes(op="call_function", target=operator.getitem):
         item.target = element
     assert body.owning_module is not None
@@ -70,16 +70,6 @@ def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool])
 def _result(body: Graph) -> Argument:
     given = output_of(body).args[0]
     return given[0] if isinstance(given, tuple | list) else given
-
-
-def _is_identity(body: Graph) -> bool:
-    return _result(body) is placeholders(body)[0]
-
-
-def _is_full(body: Graph) -> bool:
-    """Whether the graph is that of torch's default mask, which hides nothing."""
-    result = _result(body)
-    return isinstance(result, Node) and result.op == "call_method" and result.target == "new_ones"
 
 
 def _is_causal(body: Graph) -> bool:
@@ -102,9 +92,8 @@ def _refuse_draws(body: Graph, what: str) -> None:
 def element(x: Any, index: Any) -> object:
     """x[index] where tensors among the indices are positions, not numbers that a trace may read."""
     entries = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, Tensor) or not any(isinstance(entry, Tensor) for entry in entries):
-        return x[index]
-    if not all(isinstance(entry, Tensor | int) for entry in entries):
+    positions = any(isinstance(entry, Tensor) for entry in entries) and all(isinstance(entry, Tensor | int) for entry in entries)
+    if not isinstance(x, Tensor) or not positions:
         return x[index]
     at = [e if isinstance(e, Tensor) else torch.full((), e, dtype=torch.int64, device=x.device) for e in entries]
     return torch.ops.aten.index.Tensor(x, at)

@@ -40,10 +40,9 @@ from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.chains import READ
-from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
 from meshc.passes.trace.raise_written_out import raise_written_out
-from meshc.passes.trace.stand_ins import StandIns, read_by_place
+from meshc.passes.trace.stand_ins import StandIns, own_result, read_by_place
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -97,10 +96,11 @@ def raise_graph(model: TorchGraph) -> TorchGraph:
         if node.target in SPARSE:
             notes += _dense(node)
         if node in stand_ins.transformed_nodes:
-            if node.target in ATTENTION:
-                write_out_attention(node)
+            if node.target in NUMBERED:  # an attention, which draws nothing by now
+                node.op, node.target = "call_function", _written_out(node.target)
             continue
-        composite = _composite(node.target)
+        name = node.target.name() if isinstance(node.target, OpOverload) else getattr(node.target, "_qualified_op_name", "")
+        composite = COMPOSITES.get(node.target) or grouped_mm.NAMED.get(name)
         if composite is not None:
             stand_ins.replace_call(node, composite)
             if composite not in ALIASES:
@@ -118,12 +118,6 @@ def _dense(node: Node) -> list[str]:
     first, *rest = (each for each in named if each != name)
     node.args, node.kwargs = (named[first],), {each: named[each] for each in rest}
     return [f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal"]
-
-
-def _composite(target: Target) -> Function | None:
-    """The function that replaces a target; None if there is none."""
-    name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
-    return COMPOSITES.get(target) or grouped_mm.NAMED.get(name)
 
 
 # Raise masked writes: one row written to the places that a mask chooses, as a `where` over all places.
@@ -144,10 +138,9 @@ def raise_masked_writes(module: GraphModule) -> None:
         if node.target not in WRITES or len(node.args) != 3:
             continue
         x, mask, row = node.args
-        if not isinstance(x, Node) or not isinstance(mask, Node) or not isinstance(row, Node) or not _is_one_row(x, mask, row):
+        written, places, value = map(_value, node.args)
+        if written is None or places is None or value is None or not _is_one_row(written, places, value):
             continue
-        places, written = _value(mask), _value(x)
-        assert places is not None and written is not None
         with graph.inserting_before(node):
             at = graph.call_method("reshape", (mask, [*places.shape, *[1] * (written.dim() - places.dim())]))
             chosen = graph.call_function(torch.where, (at, row, x))
@@ -157,20 +150,17 @@ def raise_masked_writes(module: GraphModule) -> None:
         graph.erase_node(node)
 
 
-def _is_one_row(x: Node, mask: Node, row: Node) -> bool:
-    """Whether all places of `x` where the mask is true get the same row, whatever their number."""
-    written, places, value = _value(x), _value(mask), _value(row)
-    if written is None or places is None or value is None or places.dtype != torch.bool or value.dtype != written.dtype:
+def _is_one_row(written: Tensor, places: Tensor, value: Tensor) -> bool:
+    """Whether all places of `written` where the mask `places` is true get the same row `value`, whatever their number."""
+    if places.dtype != torch.bool or value.dtype != written.dtype or value.dim() > written.dim():
         return False
     below = written.dim() - places.dim()
-    if value.dim() > written.dim():
-        return False
     return all(size == 1 for size in value.shape[: max(value.dim() - below, 0)])
 
 
-def _value(node: Node) -> torch.Tensor | None:
-    value = node.meta.get("example_value")
-    return value if isinstance(value, torch.Tensor) else None
+def _value(argument: object) -> Tensor | None:
+    value = argument.meta.get("example_value") if isinstance(argument, Node) else None
+    return value if isinstance(value, Tensor) else None
 
 
 # Number random calls: dropout, `rand` and attention with dropout get call numbers, in the order of the model.
@@ -183,8 +173,8 @@ def _value(node: Node) -> torch.Tensor | None:
 
 
 NUMBERED: Final[dict[Target, Function]] = {
-    torch.nn.functional.scaled_dot_product_attention: sdpa,
-    torch.nn.functional.multi_head_attention_forward: multi_head_attention,
+    functional.scaled_dot_product_attention: sdpa,
+    functional.multi_head_attention_forward: multi_head_attention,
 }
 """Composites that draw if their dropout is on, and take the call's number."""
 
@@ -220,8 +210,7 @@ def _seed(model: TorchGraph) -> Node:
     module = model.module
     with model.fake_mode:
         module.register_buffer(SEED_STEP, torch.zeros(2, dtype=torch.int64))
-    first = next(node for node in module.graph.nodes if node.op != "placeholder")
-    with module.graph.inserting_before(first):
+    with module.graph.inserting_before(next(node for node in module.graph.nodes if node.op != "placeholder")):
         node = module.graph.get_attr(SEED_STEP)
     node.meta["example_value"] = getattr(module, SEED_STEP)
     return node
@@ -245,11 +234,6 @@ def _undefined_error(node: Node) -> CompileError:
 # the draws are replaced as on one device (`meshc/frontend/reference_random.py`).
 
 
-ATTENTION: Final[tuple[Target, ...]] = (
-    torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward,
-)  # fmt: skip
-
-
 def draw_below(node: Node, seed_step: Node, call: int, count: int) -> int:
     """Replaces the target by the same call whose draws have `count` numbers from `call` on. Returns how many: torch permutes once for each
     row that vmap maps. Raises CompileError for recurrent layers, whose dropout torch's own operators for traces leave out."""
@@ -267,13 +251,10 @@ def draw_below(node: Node, seed_step: Node, call: int, count: int) -> int:
     return count
 
 
-def write_out_attention(node: Node) -> None:
-    """Replaces the target of an attention that draws nothing by its math form."""
-    node.op, node.target = "call_function", _written_out(node.target)
-
-
 @functools.cache
 def _written_out(target: Any) -> Function:
+    """The math form of an attention."""
+
     def written_out(*args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(SDPBackend.MATH):
             return target(*args, **kwargs)

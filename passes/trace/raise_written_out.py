@@ -40,11 +40,11 @@ from meshc.passes.trace.chains import (
     forget,
     need,
     node_of,
+    number_of,
     only,
     reader,
 )
-from meshc.passes.trace.own_results import own_result
-from meshc.passes.trace.stand_ins import StandIns
+from meshc.passes.trace.stand_ins import StandIns, own_result
 
 functional = torch.nn.functional
 DROPOUT: Final = RAISED[functional.dropout]
@@ -80,8 +80,8 @@ def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
 
 def _example(x: Node) -> torch.Tensor:
     found = x.meta.get("example_value")
-    need(isinstance(found, torch.Tensor))
-    assert isinstance(found, torch.Tensor)
+    if not isinstance(found, torch.Tensor):
+        raise PatternMismatch
     return found
 
 
@@ -134,7 +134,7 @@ class _WrittenAttention:
         if self.all_but_last:
             x = _without_shift(x)
             need(x.target is torch.cat and argument(x, 1, "dim") in (-1, 3) and isinstance(x.args[0], list | tuple) and len(x.args[0]) == 2)
-            self.scores, self.sinks = (node_of(part) for part in x.args[0])  # type: ignore[union-attr]
+            self.scores, self.sinks = map(node_of, x.args[0])  # type: ignore[arg-type]
             need(not self.drops)
         return self.scores
 
@@ -145,14 +145,13 @@ class _WrittenAttention:
             self.match_scores(node_of(x.args[0]))
         elif x.target in ADDS:
             need(len(x.args) == 2 and not x.kwargs)
-            first, second = (node_of(one) for one in x.args)
+            first, second = map(node_of, x.args)
             scores, bias = (first, second) if _scores(first) else (second, first)
             self.biases.append(bias)
             self.match_scores(scores)
         elif x.target in FILLS:
-            where, number = argument(x, 1, "mask"), argument(x, 2, "value")
-            need(isinstance(number, int | float) and number <= NEVER)
-            assert isinstance(number, int | float)
+            where, number = argument(x, 1, "mask"), number_of(argument(x, 2, "value"))
+            need(number <= NEVER)
             self.hidden.append((node_of(where), float(number)))
             self.match_scores(node_of(x.args[0]))
         else:
@@ -161,19 +160,17 @@ class _WrittenAttention:
     def _products(self, x: Node) -> None:
         """Reads the product of queries and keys, and its scale."""
         if x.target in (*MULTIPLIES, *DIVIDES) and not x.kwargs:
-            number = x.args[1]
-            need(isinstance(number, int | float) and number != 0)
-            assert isinstance(number, int | float)
+            number = number_of(x.args[1])
+            need(number != 0)
             self.scale = 1.0 / number if x.target in DIVIDES else float(number)
             x = only(node_of(x.args[0]))
         need(x.target in MATMULS and len(x.args) == 2)
-        self.q, self.turned = (node_of(one) for one in x.args)
+        self.q, self.turned = map(node_of, x.args)
 
     def check(self, softmax: Node) -> None:
         """Queries, keys and values are [batch, heads, positions, head]; no value between has fewer bits. Raises PatternMismatch."""
-        kinds = {_dtype(one) for one in (self.q, self.turned, self.values)}
-        need(len(kinds) == 1 and all(_dims(one) == 4 for one in (self.q, self.turned, self.values)))
-        (kind,) = kinds
+        kind = _dtype(self.q)
+        need(all(_dtype(one) == kind and _dims(one) == 4 for one in (self.q, self.turned, self.values)))
         need(kind.is_floating_point and torch.promote_types(kind, _dtype(softmax)) == _dtype(softmax))
         scores = self.scores
         while scores.target not in MATMULS:
@@ -195,7 +192,7 @@ def _without_shift(x: Node) -> Node:
     """The operand of a softmax, without the subtraction of its maximum, which changes nothing."""
     if x.target not in SUBTRACTS or len(x.args) != 2:
         return x
-    combined, greatest = (node_of(one) for one in x.args)
+    combined, greatest = map(node_of, x.args)
     if greatest.target is operator.getitem:
         need(greatest.args[1] == 0)
         greatest = only(node_of(greatest.args[0]))

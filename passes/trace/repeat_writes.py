@@ -28,7 +28,7 @@ from meshc.frontend.capture import TorchGraph
 from meshc.frontend.in_place_changes import changed_operand, is_changed_later
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.sources import source_of
-from meshc.ir.graph import output_of
+from meshc.ir.graph import descendants_of, output_of
 from meshc.ops.signatures import bind_with_defaults
 from meshc.passes.trace.checkpoint_regions import POLICY, REGION
 
@@ -110,16 +110,18 @@ class BufferWrites:
         values depend on them."""
         if not any(map(self._written_buffers, region.nodes)) or not _is_reached(region):
             return []
-        nodes = region.nodes if region.reentrant else self._up_to_the_last_kept(region.nodes)
-        written = {held for node in nodes for held in self._written_buffers(node)}
-        changed = dict.fromkeys(node for node in nodes if not written.isdisjoint(self._written_buffers(node)))
-        depend: dict[Node, None] = {}
+        nodes = region.nodes
+        if not region.reentrant:
+            end = next((index for index in reversed(range(len(nodes))) if self._keeps(nodes[index])), -1)
+            nodes = nodes[: end if end >= 0 and nodes[end].target in WRITES_LAST else end + 1]
+        wanted = {node for node in nodes if self._written_buffers(node)}
+        written = {held for node in wanted for held in self._written_buffers(node)}
+        depend: set[Node] = set()
         for node in region.nodes:
             if any(used in depend or self._buffer_of(used) in written for used in self._result_operands(node)):
-                depend[node] = None
+                depend.add(node)
                 if requires_grad(node):
                     raise CompileError(_dependence_text(node))
-        wanted = {*changed}
         for node in reversed(nodes):
             if node in wanted:
                 wanted.update(used for used in node.all_input_nodes if used in depend)
@@ -128,9 +130,8 @@ class BufferWrites:
     def is_private(self, nodes: Sequence[Node], region: CheckpointedRegion) -> bool:
         """Whether nothing outside a region reads or writes the buffers that these nodes write."""
         written = {held for node in nodes for held in self._written_buffers(node)}
-        inside = {*region.nodes}
         readers = {user for node in self.model.module.graph.nodes if self._buffer_of(node) in written for user in node.users}
-        return readers <= inside
+        return readers.issubset(region.nodes)
 
     def _buffer_of(self, node: Node) -> int | None:
         """The id of the model's tensor whose memory a value shares, if any."""
@@ -144,10 +145,8 @@ class BufferWrites:
         return id(operator.attrgetter(str(node.target))(self.model.module))
 
     def _written_buffers(self, node: Node) -> list[int]:
-        targets = self._statistics(node)
-        if not targets and (behind := changed_operand(node)) is not None:
-            targets = [behind]
-        return [held for target in targets if (held := self._buffer_of(target)) is not None]
+        targets: list[Node | None] = [*self._statistics(node)] or [changed_operand(node)]
+        return [held for target in targets if target is not None and (held := self._buffer_of(target)) is not None]
 
     def _result_operands(self, node: Node) -> list[Node]:
         """The operands that a node's result depends on."""
@@ -159,12 +158,8 @@ class BufferWrites:
         if node.op != "call_function" or node.target not in STATISTICS:
             return []
         given = bind_with_defaults(node.target, node.args, node.kwargs)
-        found = [given["running_mean"], given["running_var"]] if given[STATISTICS[node.target]] else []
+        found = (given["running_mean"], given["running_var"]) if given[STATISTICS[node.target]] else ()
         return [one for one in found if isinstance(one, Node)]
-
-    def _up_to_the_last_kept(self, nodes: list[Node]) -> list[Node]:
-        end = next((index for index in reversed(range(len(nodes))) if self._keeps(nodes[index])), -1)
-        return nodes[: end if end >= 0 and nodes[end].target in WRITES_LAST else end + 1]
 
     def _keeps(self, node: Node) -> bool:
         """Whether torch's own call saves something for backward."""
@@ -194,16 +189,8 @@ class BufferWrites:
 
 def _is_reached(region: CheckpointedRegion) -> bool:
     """Whether backward reaches a region from the graph's results."""
-    seen = {node for node in region.nodes if requires_grad(node)}
-    waiting = [*seen]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and requires_grad(user):
-                seen.add(user)
-                waiting.append(user)
-    return False
+    reached = descendants_of((node for node in region.nodes if requires_grad(node)), requires_grad)
+    return any(user.op == "output" for node in reached if requires_grad(node) for user in node.users)
 
 
 def requires_grad(node: Node) -> bool:

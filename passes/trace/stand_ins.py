@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.double_copy import double_by_default, wide_dtype
+from meshc.frontend.in_place_changes import is_changed_later
 from meshc.frontend.inner_transforms import within_transforms
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
@@ -67,8 +68,8 @@ class StandIns:
         node.op, node.target = "call_function", function
         node.args, node.kwargs = args, {**kwargs, **more}
         self.compare(node)
-        if written is not None:
-            _write(node, written)
+        if written is not None:  # the tensor passed as `out=`, which the call returns
+            _read_behind(node, "copy_", (written, node))
 
     def compare(self, node: Node) -> None:
         """Compares a stand-in's result on the trace's values with torch's. Raises TypeError if they differ."""
@@ -100,18 +101,30 @@ class StandIns:
     def _describe_value(self, value: object) -> str:
         if not isinstance(value, Tensor):
             return type(value).__name__
-        kind, shape = wide_dtype(value.dtype, self.model.double), [*map(_size, value.shape)]
-        return f"{kind} {shape} {value.layout} on {value.device.type}".replace("torch.", "")
+        extents: tuple[Any, ...] = value.shape
+        shape = [extent.node.hint if isinstance(extent, torch.SymInt) else extent for extent in extents]  # as traced
+        return f"{wide_dtype(value.dtype, self.model.double)} {shape} {value.layout} on {value.device.type}".replace("torch.", "")
 
 
-def _size(extent: object) -> object:
-    """The traced size, where `extent` is symbolic."""
-    return extent.node.hint if isinstance(extent, torch.SymInt) else extent
+def _read_behind(call: Node, method: str, args: tuple[Node, ...], **kwargs: Any) -> None:
+    """Has the readers of a call read what `method` makes of it."""
+    with call.graph.inserting_after(call):
+        made = call.graph.call_method(method, args, kwargs)
+    made.meta.update(call.meta)
+    call.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-def _write(made: Node, written: Node) -> None:
-    """Copies a result into the tensor passed as `out=`, which the call returns."""
-    with made.graph.inserting_after(made):
-        copied = made.graph.call_method("copy_", (written, made))
-    copied.meta.update(made.meta)
-    made.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
+# Clones of call results that a reader changes in place.
+#
+#     out = weighed(q, k, v);  out += x               becomes              out = weighed(q, k, v);  copy = out.clone();  copy += x
+#
+# The operator may read its result again in backward, where the call that it replaces did not (a product needs its operands alone), and
+# torch's autograd refuses values that have changed since.
+
+
+def own_result(call: Node) -> None:
+    """`call` is one that an operator of meshc's has replaced."""
+    if is_changed_later(call):
+        example = call.meta.get("example_value")
+        plain = isinstance(example, Tensor) and example.is_contiguous()  # a view of the one is to be a view of the other
+        _read_behind(call, "clone", (call,), **{"memory_format": torch.contiguous_format} if plain else {})

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
 from meshc.errors import CaptureError, CompileError
-from meshc.passes.trace import known_values
+from meshc.passes.trace import fold_masks
 from meshc.report import summary
 from tests.broad import broad
 from tests.captured import Captured
@@ -206,7 +206,7 @@ def test_masks_are_folded(name: str, extent: tuple[Any, ...]) -> None:
 @pytest.mark.broad
 def test_a_causal_mask_of_any_size_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is `i >= j` as it is written is not evaluated; others are where they are not too large."""
-    monkeypatch.setattr(known_values, "LARGEST", 8)
+    monkeypatch.setattr(fold_masks, "LARGEST", 8)
     for name, folded in (("causal", True), ("window", False)):
         program = meshc.compile(block(name), meshc.Mesh("tp=2"), kwargs=inputs())
         assert [bias is None for bias, *_ in attentions(program.lowered.placed.graph)] == [folded] * 2

@@ -13,7 +13,7 @@ from torch.fx import Graph
 from transformers import MistralConfig, MistralForCausalLM
 
 import meshc
-from meshc.passes.trace import known_values
+from meshc.passes.trace import fold_masks
 from meshc.passes.trace.fold_masks import Pattern, pattern_of
 from meshc.report import summary
 from tests.broad import broad
@@ -137,7 +137,7 @@ def test_masks_written_by_hand(name: str) -> None:
 
 
 def test_a_mask_too_large_to_evaluate_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_values, "LARGEST", 48)
+    monkeypatch.setattr(fold_masks, "LARGEST", 48)
     x = {"x": torch.randn(2, 7, 8)}
     program = meshc.compile(Attention(MASKS["triangle"][0]), meshc.Mesh("cp=3"), kwargs=x, plan="cp: seq")
     assert all(found[0] is not None for found in attentions(program.lowered.placed.graph))

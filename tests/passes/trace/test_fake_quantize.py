@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.passes.trace.fake_quantize import DECOMPOSITIONS
+from meshc.passes.trace.decompositions import decompositions
 
 aten = torch.ops.aten
 RANGES = ((-128, 127), (0, 255), (-8, 7))
@@ -40,7 +40,7 @@ def calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
 def test_forward_is_the_kernels_to_the_last_bit(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for operator, args in calls(dtype):
-        ours, torchs = DECOMPOSITIONS[operator.default](*args), operator(*args)
+        ours, torchs = decompositions()[operator.default](*args), operator(*args)
         for one, other in zip(ours, torchs, strict=True) if isinstance(torchs, tuple) else ((ours, torchs),):
             assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7777), other.nan_to_num(7777)), operator
 
@@ -52,10 +52,10 @@ def test_gradients_of_scales_and_zero_points_are_the_kernels() -> None:
         scale, zero, factor = torch.tensor([0.3]), torch.tensor([low + 2.5]), 0.7
         args = (grad, x, scale, zero, low, high, factor)
         operator = aten._fake_quantize_learnable_per_tensor_affine_backward
-        torch.testing.assert_close(DECOMPOSITIONS[operator.default](*args), operator(*args))
+        torch.testing.assert_close(decompositions()[operator.default](*args), operator(*args))
         channels = (grad, x, torch.rand(7) + 0.1, low + 4 * torch.rand(7), 1, low, high, factor)
         operator = aten._fake_quantize_learnable_per_channel_affine_backward
-        torch.testing.assert_close(DECOMPOSITIONS[operator.default](*channels), operator(*channels))
+        torch.testing.assert_close(decompositions()[operator.default](*channels), operator(*channels))
 
 
 class Quantised(nn.Module):

@@ -11,8 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshc.ir import Record, set_record
-from meshc.passes.trace.fold_masks import SeenRanges, pattern_of, pattern_of_ranges
-from meshc.passes.trace.known_values import KnownValues
+from meshc.passes.trace.fold_masks import KnownValues, SeenRanges, pattern_of, pattern_of_ranges
 
 Q, K = 24, 30
 aten = torch.ops.aten
