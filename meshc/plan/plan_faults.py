@@ -30,3 +30,9 @@ def suggest(word: str, words: Iterable[str]) -> str:
     known = list(words)
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(known)})"
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """How a message about an unknown name of the model goes on."""
+    close = difflib.get_close_matches(word, list(words), 3, 0.4)
+    return f"; did you mean {', '.join(close)}?" if close else ""

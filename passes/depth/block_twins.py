@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from meshc.ir import Record, comparison_key, op_name, records
+from meshc.ir import Record, comparison_key, op_name, operands, records
 from meshc.ir.schemas import call_number, with_call
 from meshc.passes.depth.blocks import Blocks
 from meshc.passes.depth.mentions import Mentions
@@ -38,31 +40,19 @@ class Twin:
     draws: int = 0
 
 
-def operands_in_order(node: Node) -> list[Node]:
-    """The operands, in the order in which `map_arg` meets them."""
-    found: list[Node] = []
-
-    def record_operand(operand: Node) -> Node:
-        found.append(operand)
-        return operand
-
-    map_arg((node.args, node.kwargs), record_operand)
-    return found
-
-
 def twins(graph: Graph, blocks: Blocks, mentions: Mentions, of: Mapping[str, str]) -> list[Twin]:
     """Pairs of equal nodes of blocks 1 and 2. Raises Unequal with the first difference. `of`: values of the global view, in block 1 -> in
     2."""
-    members: dict[int, list[Node]] = {}
+    members = defaultdict[int, list[Node]](list)
     for node in graph.nodes:
         if node in blocks:
-            members.setdefault(blocks[node], []).append(node)
-    one, other = members.get(1, []), members.get(2, [])
+            members[blocks[node]].append(node)
+    one, other = members[1], members[2]
     places = {node: (block, place) for block, nodes in members.items() for place, node in enumerate(nodes)}
     found = [_twin(a, b, places, mentions, of) for a, b in zip(one, other, strict=False)]
     if len(one) != len(other):
-        longer = max(one, other, key=len)
-        raise Unequal(f"{_describe_operator(longer[min(len(one), len(other))])} has no equal in the next layer")
+        shorter, longer = sorted((one, other), key=len)
+        raise Unequal(f"{_describe_operator(longer[len(shorter)])} has no equal in the next layer")
     return found
 
 
@@ -71,11 +61,8 @@ def _twin(one: Node, other: Node, places: Mapping[Node, tuple[int, int]], mentio
         raise Unequal(f"{_describe_operator(one)}, where the next layer has {_describe_operator(other)}")
     said = [(a, b) for a, b in zip(string_arguments(one), string_arguments(other), strict=False) if a != b]
     fixed = same_records(records(one), records(other), mentions, lambda name: of.get(name, name), _describe_operator(one), said)
-    draws = 0
-    if _without_nodes(one) != _without_nodes(other):
-        draws = _numbers_apart(one, other)
-    mine, theirs = operands_in_order(one), operands_in_order(other)
-    reads = tuple(_reads(one, a, b, places) for a, b in zip(mine, theirs, strict=True))
+    draws = _numbers_apart(one, other) if _without_nodes(one) != _without_nodes(other) else 0
+    reads = tuple(_reads(one, a, b, places) for a, b in zip(operands(one), operands(other), strict=True))
     return Twin(one, other, reads, fixed, draws)
 
 
@@ -101,20 +88,19 @@ def string_arguments(node: Node) -> list[str]:
 
 def _without_nodes(node: Node) -> object:
     """The arguments without nodes and strings; strings are compared by the layers that they mention."""
-    args = tuple("" if isinstance(argument, str) else argument for argument in node.args)
-    return comparison_key(map_arg((args, node.kwargs), lambda operand: None))
+    return _key(tuple("" if isinstance(argument, str) else argument for argument in node.args), node.kwargs)
+
+
+def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    return comparison_key(map_arg((args, kwargs), lambda operand: None))
 
 
 def _numbers_apart(one: Node, other: Node) -> int:
     first, second = call_number(one), call_number(other)
-    if first is None or second is None:
-        raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
-    blank = [
-        comparison_key(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)
-    ]  # these take no texts
-    if blank[0] != blank[1]:
-        raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
-    return second - first
+    # these take no texts
+    if first is not None and second is not None and _key(with_call(one, 0), one.kwargs) == _key(with_call(other, 0), other.kwargs):
+        return second - first
+    raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
 
 
 def same_records(
@@ -169,5 +155,5 @@ def _describe_operator(node: Node) -> str:
         return node.name
     found = records(node)[0]
     module = found.source.module
-    return f"{op_name(node)}{' of the gradient' if found.phase == 'backward' else ''}{f' of {module}' if module else ''}"
+    return f"{op_name(node)}{' of the gradient' * (found.phase == 'backward')}{f' of {module}' if module else ''}"
 

@@ -19,7 +19,7 @@ from meshc.ir import records
 from meshc.ir.graph import placeholders
 from meshc.ir.schemas import call_number
 from meshc.passes.depth.mentions import Mentions
-from meshc.passes.phases.captured_depth import INSIDE
+from meshc.passes.phases.captured_depth import INSIDE, Depth
 from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Port
 
@@ -42,6 +42,15 @@ def blocks_of(joint: Joint, mentions: Mentions) -> Blocks:
     return _without_common(joint.graph, found)
 
 
+def counts_of(joint: Joint, depth: Depth | None) -> Mapping[Node, int]:
+    """Multiplicities of the nodes that stand for several of the whole model, those of block 1 of each stretch."""
+    found: dict[Node, int] = {}
+    for stretch in depth.stretches if depth is not None else ():
+        blocks = blocks_of(joint, Mentions(stretch))
+        found |= {node: 1 + stretch.left_out for node, block in blocks.items() if block == 1}
+    return found
+
+
 def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, int | None], mentions: Mentions) -> Blocks:
     """Block numbers in the per-rank graph. `whole`: block numbers of the global view's values, by name."""
     found = _entering(graph, inputs, mentions)
@@ -61,11 +70,9 @@ def _give_to_readers(graph: Graph, found: Blocks, mentions: Mentions) -> None:
     own."""
     for node in reversed(graph.nodes):
         if node in found and node.op == "call_function" and not records(node)[0].of and not _module(node, mentions):
-            readers = {found.get(user) for user in node.users}
-            if len(readers) == 1:
-                (reader,) = readers
-                if reader is not None:
-                    found[node] = reader
+            reader, *others = {found.get(user) for user in node.users} or (None,)
+            if reader is not None and not others:
+                found[node] = reader
 
 
 def _without_common(graph: Graph, found: Blocks) -> Blocks:

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from torch.fx import Graph, Node
@@ -21,10 +22,13 @@ from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.schemas import call_number, with_call
 from meshc.passes.depth.block_twins import same_records, twins
-from meshc.passes.depth.blocks import NAMED, Blocks
+from meshc.passes.depth.blocks import NAMED, Blocks, blocks_of
 from meshc.passes.depth.mentions import LayerRenaming, Mentions
 from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.unequal import Unequal
+from meshc.passes.phases.captured_depth import Depth
+from meshc.passes.phases.lazy_value import LazyValue
+from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Port
 
 SEQUENCE = "seq_nr"
@@ -71,11 +75,11 @@ class GraphGrower:
     def build_graph(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> GrownGraph:
         self._refuse_readers()
         ports = dict(zip(placeholders(self.graph), inputs, strict=True))
-        pairs = [(one, twin.other) for one, twin in self.twins.items() if one in ports]
+        partner = {one: twin.other for one, twin in self.twins.items()}
+        pairs = [(one, other) for one, other in partner.items() if one in ports]
         called = Series(((one.name, other.name) for one, other in pairs), self.count)
         entering = Ports(((ports[one], ports[other]) for one, other in pairs), self.mentions)
         entered: list[Port] = []
-        partner = {one: twin.other for one, twin in self.twins.items()}
         for node, number in order_with_copies([node for node in self.graph.nodes if node.op != "output"], self.blocks, partner, self.count):
             name = self._name(node, number, called)
             if number:
@@ -112,11 +116,9 @@ class GraphGrower:
         reads = iter(twin.reads if twin is not None else ())
 
         def there(operand: Node) -> Node:
-            relative = next(reads) if twin is not None else None
-            if relative is None or relative[0] == 0:
-                return self.kept[operand]
-            if (node is twin.one) == (relative[0] > 0):  # type: ignore[union-attr]  # what stands on the side of the copies
-                return self._at(1 if relative[0] > 0 else self.count, relative[1], node)
+            block, place = next(reads, None) or (0, 0)
+            if block and (node in self.twins) == (block > 0):  # what stands on the side of the copies
+                return self._at(1 if block > 0 else self.count, place, node)
             return self.kept[operand]
 
         number = call_number(node)
@@ -172,11 +174,9 @@ class GraphGrower:
             made.meta[SEQUENCE] = sequence
 
     def _record(self, record: Record, number: int, layers: LayerRenaming) -> Record:
-        of = record.of
-        if number and of:
-            value, dot, index = of.partition(".")
-            of = copy_name(value, number) + dot + index if self.pairs is not None and value in self.pairs else of
-        return layers.record(record, of)
+        value, dot, index = record.of.partition(".")
+        named = number and self.pairs is not None and value in self.pairs
+        return layers.record(record, copy_name(value, number) + dot + index if named else record.of)
 
     # ---------------------------------------------------------------------------------------------------------------- the results
 
@@ -219,9 +219,7 @@ class Ports:
     def __init__(self, pairs: Iterable[tuple[Port, Port]], mentions: Mentions) -> None:
         found, self.mentions = list(pairs), mentions
         count = mentions.stretch.left_out
-        self.fixed = {
-            a.key: same_records((_record(a),), (_record(b),), mentions, lambda name: name, a.key) for a, b in found
-        }
+        self.fixed = {a.key: same_records([_record(a)], [_record(b)], mentions, lambda name: name, a.key) for a, b in found}
         self.keys = Series(((a.key, b.key) for a, b in found), count)
         self.of = Series(((a.of, b.of) for a, b in found), count)
 
@@ -260,6 +258,30 @@ class NumberSteps:
         if one is None:
             return None
         return one + number * self.step if one != other else self.later(one, copies)
+
+
+# The global view of the whole model, grown from that of the captured layers on request: passes have decided shardings by then; stages look
+# up the forward operator of a gradient in this view, and verification runs it.
+
+
+def view_of(joint: Joint, depth: Depth | None) -> LazyValue[Joint]:
+    """Grown on first use, since most compilations need none. Raises Unequal then."""
+    return LazyValue((lambda: joint) if depth is None else partial(_grow_view, joint, depth))
+
+
+def _grow_view(joint: Joint, depth: Depth) -> Joint:
+    """The whole model's graph; its ports have no shardings."""
+    for stretch in reversed(depth.stretches):
+        mentions = Mentions(stretch)
+        inputs, outputs = (tuple(replace(port, sharding=None) for port in ports) for ports in (joint.inputs, joint.outputs))
+        plain = replace(joint, inputs=inputs, outputs=outputs)
+        made = GraphGrower(plain.graph, blocks_of(plain, mentions), mentions).build_graph(inputs, outputs)
+        updates = {made.kept[node]: mentions.later().text(name) for node, name in joint.updates.items()}
+        for node, row in made.copies.items():
+            if node in joint.updates:
+                updates |= {copy: mentions.inside(frozenset(), number).text(joint.updates[node]) for number, copy in row.items()}
+        joint = Joint(made.graph, made.inputs, made.outputs, joint.constants, updates)
+    return joint
 
 
 # Names of ports that go on from block to block, by the number in which they differ.

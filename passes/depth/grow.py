@@ -4,7 +4,7 @@
 
 The model has been proved to repeat itself (`prove_depth.py`); here two inner blocks of the global view and of the per-rank graph are
 proved equal node by node, and the per-rank graph's block is copied. Passes after this one see the whole graph: cuts, buckets, liveness
-reach across layers. The global view is grown on request (`view.py`). A model that is captured whole is left unchanged.
+reach across layers. The global view is grown on request (`copies.py`). A model that is captured whole is left unchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import replace
 
 from torch.fx import Graph
 
-from meshc.ir import Source, records
+from meshc.ir import records
 from meshc.passes.depth.block_twins import twins
 from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
 from meshc.passes.depth.copies import GraphGrower, GrownGraph
-from meshc.passes.depth.mentions import Mentions
+from meshc.passes.depth.mentions import NAME, Mentions, unnamed_factors
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.depth.unnamed_factors import NAME, UnnamedFactors, unnamed_factors
 from meshc.passes.phases.captured_depth import Stretch
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.traced_model import Joint
@@ -50,12 +49,10 @@ def grow(lowered: LoweredProgram) -> LoweredProgram:
 def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
     """Raises Unequal if some layers of a stretch are checkpointed and others not: nothing proves which of those left out are."""
     layer = re.compile(rf"{re.escape(stretch.path)}\.\d+(?=\.|$)")
-    found: dict[str, bool] = {}
-    for node in graph.nodes:
-        source = records(node)[0].source if node.op == "call_function" else Source()
-        if (at := layer.match(source.module)) is not None:
-            found[at.group()] = found.get(at.group(), False) or bool(source.region)
-    if len(set(found.values())) > 1:
+    sources = [records(node)[0].source for node in graph.nodes if node.op == "call_function"]
+    found = {(at.group(), bool(source.region)) for source in sources if (at := layer.match(source.module)) is not None}
+    checkpointed = {name for name, region in found if region}
+    if checkpointed and checkpointed != {name for name, _ in found}:
         raise Unequal(f"some layers of {stretch.path} are checkpointed, and others not")
 
 
@@ -65,7 +62,10 @@ def _grow_stretch(local: GrownGraph, joint: Joint, stretch: Stretch, count: int)
     blocks, pairs = pairs_of(joint, mentions)
     by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
     local_blocks = local_blocks_of(local.graph, local.inputs, by_name, mentions)
-    mentions = Mentions(stretch, _find_unnamed_factors(local.graph, local_blocks, count, stretch.left_out))
+    one, other = ([node for node in local.graph.nodes if local_blocks.get(node) == block] for block in (1, 2))
+    rows = [pair for a, b in zip(one, other, strict=False) for pair in zip(records(a), records(b), strict=False)]
+    shardings = ((mine.sharding, theirs.sharding) for mine, theirs in rows)
+    mentions = Mentions(stretch, unnamed_factors(shardings, count, stretch.left_out))
     made = GraphGrower(local.graph, local_blocks, mentions, pairs).build_graph(local.inputs, local.outputs)
     return replace(made, draws=made.draws + local.draws), count + len(mentions.unnamed.next) * stretch.left_out
 
@@ -74,9 +74,3 @@ def pairs_of(joint: Joint, mentions: Mentions) -> tuple[Blocks, dict[str, str]]:
     """The block numbers of the global view, and, by name, each value of block 1 -> its equal in block 2. Raises Unequal."""
     blocks = blocks_of(joint, mentions)
     return blocks, {twin.one.name: twin.other.name for twin in twins(joint.graph, blocks, mentions, {})}
-
-
-def _find_unnamed_factors(graph: Graph, blocks: Blocks, count: int, copies: int) -> UnnamedFactors:
-    one, other = ([node for node in graph.nodes if blocks.get(node) == block] for block in (1, 2))
-    rows = [pair for a, b in zip(one, other, strict=False) for pair in zip(records(a), records(b), strict=False)]
-    return unnamed_factors(((mine.sharding, theirs.sharding) for mine, theirs in rows), count, copies)

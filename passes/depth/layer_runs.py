@@ -81,14 +81,11 @@ class Layers:
 
     def _best(self, first: int, whole_ends: bool) -> LayerRun:
         """The run from layer `first` on that leaves out most."""
-        return max(self._from(first, whole_ends), key=lambda run: (run.left_out, -run.period))
-
-    def _from(self, first: int, whole_ends: bool) -> list[LayerRun]:
         found = [LayerRun(first)]
         for period in range(1, (len(self.faces) - first - 2) // (len(INSIDE) + 1) + 1):
             ends = period if whole_ends else 1
             found.append(LayerRun(first, self._layers(first, period, ends), period, ends))
-        return found
+        return max(found, key=lambda run: (run.left_out, -run.period))
 
     def _layers(self, first: int, period: int, ends: int) -> int:
         """The number of layers from `first` on that repeat; each place of a block has its own step of integers."""
@@ -159,9 +156,10 @@ class _LayerSignature:
             ("what the plan and the optimizer say of them", said.of(prefix, module)),
         )
         body = hash(parts)
-        found = next((one for one in known.get(body, ()) if one == parts), None)
-        if found is None:
-            known.setdefault(body, []).append(found := parts)
+        alike = known.setdefault(body, [])
+        found = next((one for one in alike if one == parts), parts)
+        if found is parts:
+            alike.append(parts)
         return cls(body, found, origins, tuple(integers))
 
     def same(self, other: _LayerSignature) -> bool:

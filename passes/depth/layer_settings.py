@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from meshc.passes.depth.captured_names import captured_lines
+from meshc.passes.depth.mentions import NAME
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.depth.unnamed_factors import NAME
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.request import Request
 from meshc.plan.entries import OperatorPin, Pin, StoreLine
@@ -30,9 +30,8 @@ class LayerSettings:
     def __init__(self, request: Request) -> None:
         self.grad, self.fixed = request.grad, request.fixed
         self.groups: dict[int, tuple[Any, ...]] = {}
-        for spec in [request.optimizer] if request.optimizer is not None else []:
-            for group in spec.groups:
-                self.groups |= {id(parameter): (group.index,) for parameter in group.params}
+        if (spec := request.optimizer) is not None:
+            self.groups |= {id(parameter): (group.index,) for group in spec.groups for parameter in group.params}
             self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
         self.plan = resolve(request.plan, request.mesh)
         self.lines: tuple[Line, ...] = (*self.plan.pins, *self.plan.stores, *self.plan.operators)

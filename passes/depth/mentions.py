@@ -8,14 +8,67 @@ Module paths, names of parameters, of factors, and reasons all mention layers by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Final
 
 from meshc.ir import Record, Source
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.unnamed_factors import NAME, UnnamedFactors
+from meshc.passes.depth.order import order_with_copies
+from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.captured_depth import Stretch
+
+# Unnamed factors (f0, f1, ... by their order in the graph), renumbered from block to block and in the whole model.
+#
+#     captured   f0 (block 0)  f1 (block 1)  f2 (block 2)  f3 (block 3)
+#     grown      f0            f1            f2, f3, ... the copies'     f30           f31
+
+
+NAME: Final = re.compile(r"\bf(\d+)\b(?!\.)")
+
+
+@dataclass(frozen=True)
+class UnnamedFactors:
+    """
+    next    number of a block's factor -> its number in the next block
+    names   (number, copy) -> number in the whole model; copy 0: of what is captured
+    """
+
+    next: Mapping[int, int] = field(default_factory=dict)
+    names: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def one_further(self, text: str) -> str:
+        """A text about block 1, for block 2."""
+        return NAME.sub(lambda found: f"f{self.next.get(int(found[1]), found[1])}", text) if self.next else text
+
+    def in_copy(self, text: str, copy: int) -> str:
+        """A text about a captured value (copy 0), or about block 1, for the whole model."""
+        if not self.names:
+            return text
+        return NAME.sub(lambda found: f"f{self.names.get((int(found[1]), copy), self.names.get((int(found[1]), 0), found[1]))}", text)
+
+
+def unnamed_factors(pairs: Iterable[tuple[Sharding | None, Sharding | None]], count: int, copies: int) -> UnnamedFactors:
+    """`pairs`: shardings in block 1, and of the same values in block 2; `count`: the number of unnamed factors. Raises Unequal."""
+    following: dict[int, int] = {}
+    for one, other in pairs:
+        if one is None or other is None or one is other:
+            continue
+        for (_, _, mine), (_, _, theirs) in zip(one.parts(), other.parts(), strict=False):
+            a, b = NAME.fullmatch(mine.factor), NAME.fullmatch(theirs.factor)
+            if a and b and a[1] != b[1] and following.setdefault(int(a[1]), int(b[1])) != int(b[1]):
+                raise Unequal(f"dims that nothing names ({mine.factor}) do not go on from layer to layer")
+    if not following:
+        return UnnamedFactors()
+    if set(following) & set(following.values()) or len(set(following.values())) < len(following):
+        raise Unequal("dims that nothing names are shared by neighbouring layers")
+    blocks = dict.fromkeys(following, 1) | dict.fromkeys(following.values(), 2)
+    order = order_with_copies(range(count), blocks, following, copies)
+    return UnnamedFactors(following, {found: place for place, found in enumerate(order)})
+
+
+# Renaming of texts about layers.
 
 
 class Mentions:
@@ -103,10 +156,9 @@ class LayerRenaming:
     _shardings: dict[int, tuple[Sharding, Sharding]] = field(default_factory=dict)
 
     def text(self, text: str) -> str:
-        found = self._texts.get(text)
-        if found is None:
-            found = self._texts[text] = self.said(text)
-        return found
+        if text not in self._texts:
+            self._texts[text] = self.said(text)
+        return self._texts[text]
 
     def record(self, record: Record, of: str) -> Record:
         """The rewritten record, with `of` as the name of the global view's value."""
@@ -116,10 +168,9 @@ class LayerRenaming:
         return Record(record.shape, record.dtype, sharding, source, self.text(record.reason), record.phase, of, returned)
 
     def _source(self, source: Source) -> Source:
-        found = self._sources.get(source)
-        if found is None:
-            found = self._sources[source] = replace(source, module=self.text(source.module), region=self.text(source.region))
-        return found
+        if source not in self._sources:
+            self._sources[source] = replace(source, module=self.text(source.module), region=self.text(source.region))
+        return self._sources[source]
 
     def sharding(self, sharding: Sharding) -> Sharding:
         if not self.named(sharding):

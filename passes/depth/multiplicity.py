@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -16,13 +16,11 @@ from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, ReadPlace, Step
 from meshc.ir import records
 from meshc.ir.graph import placeholders
 from meshc.passes.depth.block_twins import twins
-from meshc.passes.depth.blocks import blocks_of
-from meshc.passes.depth.counts import counts_of
+from meshc.passes.depth.blocks import blocks_of, counts_of
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.order import seams
 from meshc.passes.phases.captured_depth import CAPTURED, Depth
 from meshc.passes.phases.traced_model import Joint
-from meshc.program.program import Port
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,13 @@ def multiplicity_of(joint: Joint, depth: Depth | None) -> LayerMultiplicity:
         pairs = {twin.one: twin.other for twin in twins(joint.graph, blocks, mentions, {})}
         inside = {node: (number, block) for node, block in blocks.items() if 0 <= block < CAPTURED}
         found.block.update(inside)
-        found.place.update((node, stretch.place(mentions.layer(_owner_name(node, joint, ports)) or 0)) for node in inside)
+        for node in inside:  # by the parameter or module by which it belongs to a layer
+            port = ports.get(node)
+            owner = joint.updates.get(node) or records(node)[0].source.module if port is None else port.of or port.name
+            found.place[node] = stretch.place(mentions.layer(owner) or 0)
         found.twin.update((other, one) for one, other in pairs.items())
         found._seam.update(seams(nodes, blocks, pairs))
     return found
-
-
-def _owner_name(node: Node, joint: Joint, ports: Mapping[Node, Port]) -> str:
-    """The parameter or module by which a node belongs to a layer."""
-    if node in ports:
-        return ports[node].of or ports[node].name
-    return joint.updates.get(node) or records(node)[0].source.module
 
 
 def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
@@ -80,12 +74,9 @@ def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
         mentions = Mentions(stretch)
         copies = range(1, stretch.left_out + 1)
         names = [
-            said
-            for each in names
-            for said in (
-                mentions.later().text(each),
-                *(mentions.inside(frozenset(), copy).text(each) for copy in copies if mentions.block(each) == 1),
-            )
+            renaming.text(name)
+            for name in names
+            for renaming in (mentions.later(), *(mentions.inside(frozenset(), copy) for copy in copies if mentions.block(name) == 1))
         ]
     return tuple(names)
 

@@ -103,17 +103,19 @@ class PythonState:
         """Records a class's data attributes, and the globals of its module."""
         for base in kind.__mro__:
             if not _is_library(base.__module__):
-                held = {name: value for name, value in vars(base).items() if _is_data(value) and not name.startswith("__")}
-                self._shallow(base, held)
+                self._shallow(base)
                 self._of_globals(base.__module__)
 
     def _of_globals(self, name: str) -> None:
         found = sys.modules.get(name)
         if found is not None and id(found) not in self.seen:
             self.seen[id(found)] = found
-            self._shallow(found, {key: value for key, value in vars(found).items() if _is_data(value) and not key.startswith("__")})
+            self._shallow(found)
 
-    def _shallow(self, owner: Any, held: dict[str, Any]) -> None:
+    def _shallow(self, owner: Any) -> None:
+        """Records the data attributes of a class or module, and the items of containers among them."""
+        data = (int, float, str, bytes, bool, type(None), dict, list, set, tuple)
+        held = {name: value for name, value in vars(owner).items() if isinstance(value, data) and not name.startswith("__")}
         self.names.append((owner, held))
         for value in held.values():
             if isinstance(value, dict | list | set) and id(value) not in self.seen:
@@ -147,19 +149,16 @@ def _is_library(name: str | None) -> bool:
     return name is None or name.partition(".")[0] in LIBRARIES or name in LIBRARIES
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, int | float | str | bytes | bool | type(None) | dict | list | set | tuple)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences output and logging. The once-per-process warnings of transformers stay available for later."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with (
+        warnings.catch_warnings(),
+        replace_targets(warning_once=_nothing, info_once=_nothing, log=_nothing),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
-        stack.enter_context(replace_targets(warning_once=_nothing, info_once=_nothing, log=_nothing))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
 
 

@@ -9,7 +9,7 @@ captured layer, where these are the first of the list: layers index the cache by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -23,19 +23,15 @@ def slice_layers(module: nn.Module, depth: Depth | None) -> Iterator[None]:
     captured = {} if depth is None else depth.captured
     lists = [(module.get_submodule(path), numbers) for path, numbers in captured.items()]
     whole = [each._modules for each, _ in lists]
+    # number of layers -> number of their caches that are used
+    caches = {len(layers): len(numbers) for layers, numbers in zip(whole, captured.values(), strict=True)}
+    front = len(caches) == len(whole) and all(numbers == tuple(range(len(numbers))) for numbers in captured.values())
     try:
         for (each, numbers), layers in zip(lists, whole, strict=True):
             found = list(layers.values())
             each.__dict__["_modules"] = {str(place): found[number] for place, number in enumerate(numbers)}
-        with fewer_layers(_front([*captured.values()], [len(layers) for layers in whole])):
+        with fewer_layers(caches if front else {}):
             yield
     finally:
         for (each, _), layers in zip(lists, whole, strict=True):
             each.__dict__["_modules"] = layers
-
-
-def _front(captured: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> dict[int, int]:
-    """Number of layers -> number of their caches that are used."""
-    if any(numbers != tuple(range(len(numbers))) for numbers in captured) or len(set(lengths)) < len(lengths):
-        return {}
-    return {length: len(numbers) for length, numbers in zip(lengths, captured, strict=True)}

@@ -10,6 +10,7 @@ could not be opened (`one_row`), where ranks do the same work.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ import torch
 from meshc.ir import records
 from meshc.ir.mesh import Axis
 from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
-from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.placed_model import Pins, PlacedModel
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.resolve_operator_pins import operator_pins
 from meshc.passes.place.store_lines import store_lines
@@ -48,15 +49,16 @@ def annotate(placed: PlacedModel) -> PlacedModel:
     told, others = operator_pins(placed, pinning)
     faults += [*more, *others]
     refuse_faults("the plan does not fit this model", faults)
-    placed = replace(placed, names=pinning.names, pins=replace(pinning.pins(), stored=stored, operators=told))
+    pins = Pins(pinning.values, pinning.storage, pinning.spread, stored, told)
+    placed = replace(placed, names=pinning.names, pins=pins)
     return placed.with_notes(*notes, *_large_axes(placed))
 
 
 def _factors_by_name(placed: PlacedModel) -> dict[str, set[int]]:
-    known: dict[str, set[int]] = {}
+    known = defaultdict[str, set[int]](set)
     for factor, names in placed.names.also.items():
         for name in names:
-            known.setdefault(name, set()).add(factor)
+            known[name].add(factor)
     return known
 
 
@@ -68,20 +70,17 @@ def _unknown_factors(placed: PlacedModel) -> tuple[list[str], list[str]]:
         for term in entry.terms:
             if term.rest is not None:  # `split_axes` has made two axes of the entries of a plan
                 faults.append(f"{entry.where}: {term} takes an axis apart, which is done before a model is placed; write two axes")
+            elif any(map(term.covers, (*known, *placed.names.ones))):
                 continue
-            if any(term.covers(name) for name in (*known, *placed.names.ones)):
-                continue
-            if term.factor == EXPERTS and placed.mesh.size(entry.axis) > 1:
+            elif term.factor == EXPERTS and placed.mesh.size(entry.axis) > 1:
                 faults.append(f"{entry.where}: {_no_experts(placed)}")
-                continue
-            if entry.source != "hand":
+            elif entry.source != "hand":
                 notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
-                continue
-            close = get_close_matches(term.factor, known, 3)
-            hint = f"did you mean {', '.join(close)}?" if close else "program.factors() lists what can be named: " + ", ".join(
-                sorted(name for name in known if "." not in name)
-            )
-            faults.append(f"{entry.where}: the model has no factor {term.factor!r}; {hint}")
+            else:
+                close = get_close_matches(term.factor, known, 3)
+                plain = ", ".join(sorted(name for name in known if "." not in name))
+                hint = f"did you mean {', '.join(close)}?" if close else f"program.factors() lists what can be named: {plain}"
+                faults.append(f"{entry.where}: the model has no factor {term.factor!r}; {hint}")
     return notes, faults
 
 
@@ -110,12 +109,11 @@ def _splittable(placed: PlacedModel) -> Iterator[tuple[Axis, AxisEntry, dict[str
         entry = placed.plan.entry(axis.name)
         if entry is None or axis.size == 1:
             continue
+        named = {name for name in (*known, *placed.names.ones) if any(term.covers(name) for term in entry.terms)}
         sizes = {
-            name: max(placed.real(placed.factors.size[factor]) for factor in factors)
-            for name, factors in known.items()
-            if any(term.covers(name) for term in entry.terms)
+            name: max(placed.real(placed.factors.size[factor]) for factor in factors) for name, factors in known.items() if name in named
         }
-        yield axis, entry, sizes, sorted(name for name in placed.names.ones if any(term.covers(name) for term in entry.terms))
+        yield axis, entry, sizes, sorted(named & placed.names.ones)
 
 
 def _large_axes(placed: PlacedModel) -> list[str]:
@@ -128,9 +126,9 @@ def _large_axes(placed: PlacedModel) -> list[str]:
                 f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
                 f"does the whole work; give it a larger factor in the plan, or larger inputs{why}"
             )
-        if sizes and 0 < max(sizes.values()) < axis.size:
+        largest = max(sizes.values(), default=0)
+        if 0 < largest < axis.size:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (placed.parts is not None)
-            largest = max(sizes.values())
             notes.append(
                 f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}): {axis.size - largest} of them hold "
                 f"nothing but padding; make it at most {largest}, or give it a larger factor in the plan"

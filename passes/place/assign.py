@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import TypeVar
 
 from torch import nn
-from torch.fx import Node
 
 from meshc.cost.flops import flops, is_product
 from meshc.errors import PlanError
@@ -53,14 +54,13 @@ def propagator(placed: PlacedModel, kind: type[Kind]) -> Kind:
 
 def _idle_pins(placed: PlacedModel) -> list[str]:
     """Notes on pins of values that each rank computes where needed, in whatever sharding is requested."""
-    notes = []
-    for (node, index), slots in placed.pins.values.items():
-        if node.op == "call_function" and node in placed.require_assignment().free and any(slots.values()):
-            modules = ", ".join(records(node)[index].returned_by) or node.name
-            notes.append(
-                f"the pin of value:{modules} has no effect: nothing but integers goes into it, so each rank makes the part it uses"
-            )
-    return notes
+    free, pins = placed.require_assignment().free, placed.pins.values.items()
+    values = [value for value, slots in pins if value[0].op == "call_function" and value[0] in free and any(slots.values())]
+    return [
+        f"the pin of value:{', '.join(records(node)[index].returned_by) or node.name} has no effect: nothing but integers goes into it, "
+        "so each rank makes the part it uses"
+        for node, index in values
+    ]
 
 
 def _idle_store_lines(placed: PlacedModel) -> list[str]:
@@ -95,18 +95,16 @@ def _no_rings(placed: PlacedModel, rings: Rings) -> list[str]:
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
     found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.require_assignment())]
     if found and placed.request.must_pass:
-        raise PlanError(placed.request.options.as_written("\n".join(_cannot_pass(rings, record, why) for record, why in found)))
+        faults = [
+            f"Options(sequence=SplitSequence(attention='{rings.how}')): the keys of {record.source.module or 'attention'} cannot pass "
+            f"round, in {record.source}: {why}\n"
+            "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave "
+            "Options(sequence=SplitSequence(attention=))\n  out, so that its keys are gathered, and those of each other attention go the "
+            "way that is predicted to be faster"
+            for record, why in found
+        ]
+        raise PlanError(placed.request.options.as_written("\n".join(faults)))
     return [f"the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}" for record, why in found]
-
-
-def _cannot_pass(rings: Rings, record: Record, why: str) -> str:
-    module = record.source.module or "attention"
-    return (
-        f"Options(sequence=SplitSequence(attention='{rings.how}')): the keys of {module} cannot pass round, in {record.source}: {why}\n"
-        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave "
-        "Options(sequence=SplitSequence(attention=))\n  out, so that its keys are gathered, and those of each other attention go the way "
-        "that is predicted to be faster"
-    )
 
 
 def _several(names: Sequence[str]) -> str:
@@ -116,13 +114,8 @@ def _several(names: Sequence[str]) -> str:
 def _replication_notes(placed: PlacedModel) -> list[str]:
     seen: dict[str, tuple[int, int, str]] = {}
     for node in placed.require_assignment().replicated:
-        size = 0
-        for result in records(node):
-            if result.dtype is not None:
-                count = result.dtype.itemsize
-                for extent in result.shape:
-                    count *= placed.real(extent)
-                size += count
+        tensors = [(result.shape, result.dtype) for result in records(node) if result.dtype is not None]
+        size = sum(prod(map(placed.real, shape)) * dtype.itemsize for shape, dtype in tensors)
         name = str(node.target).removesuffix(".default")
         times, total, where = seen.get(name, (0, 0, _place(records(node)[0])))
         seen[name] = (times + 1, total + size, where)
@@ -134,10 +127,9 @@ def _replication_notes(placed: PlacedModel) -> list[str]:
 
 def _whole_updates(placed: PlacedModel, decides: Propagator) -> list[str]:
     """A note on updates that need whole matrices, and their FLOPs; how they are divided is reported by `divide_updates`."""
-    work: dict[str, float] = {}
+    work = defaultdict[str, float](float)
     for node in decides.whole_updates:
-        name = placed.joint.updates[node]
-        work[name] = work.get(name, 0.0) + flops(node)
+        work[placed.joint.updates[node]] += flops(node)
     counts = {name: len(whole_names(placed.depth, name)) for name in sorted(work)}
     total = sum(work[name] * count for name, count in counts.items())
     if not total or placed.mesh.world_size == 1:
@@ -169,10 +161,14 @@ def recurrent_notes(placed: PlacedModel) -> list[str]:
     layers = {name: child for name, child in placed.request.module.named_modules() if isinstance(child, nn.RNNBase)}
     if not layers:
         return []
-    work: dict[tuple[str, str], float] = {}
-    for name, axis, node in _idle(placed, set(layers)):
-        if axis in _along_the_sequence(placed):
-            work[name, axis] = work.get((name, axis), 0.0) + flops(node)
+    along = _along_the_sequence(placed)
+    work = defaultdict[tuple[str, str], float](float)
+    for node, chosen in placed.require_assignment().chosen.items():
+        record = records(node)[0]
+        if record.source.module in layers and record.phase == "forward" and is_product(node):
+            used = {axis for axes in chosen.values() for axis in axes}
+            for axis in (axis for axis, size in placed.sizes.items() if size > 1 and axis in along - used):
+                work[record.source.module, axis] += flops(node)
     return [
         f"{name} ({type(layers[name]).__name__}) takes one step after another: its input is gathered over {axis}, and each of "
         f"{placed.sizes[axis]} ranks takes all steps of all rows, {total / 1e9:,.3g} GFLOP forward; `{axis}: batch@{name} > seq` lets each "
@@ -186,14 +182,3 @@ def _along_the_sequence(placed: PlacedModel) -> set[str]:
     named = {factor for factor, names in placed.names.also.items() if "seq" in names}
     found = interests(placed.plan, placed.names, list(placed.sizes))
     return {axis for axis, one in found.items() if any(region is None for factor in named for _, region in one.ranks.get(factor, ()))}
-
-
-def _idle(placed: PlacedModel, layers: set[str]) -> list[tuple[str, str, Node]]:
-    """(layer, axis, product) for each axis that does not split a forward product of the layer."""
-    found = []
-    for node, chosen in placed.require_assignment().chosen.items():
-        record = records(node)[0]
-        if record.source.module in layers and record.phase == "forward" and is_product(node):
-            used = {axis for axes in chosen.values() for axis in axes}
-            found += [(record.source.module, axis, node) for axis, size in placed.sizes.items() if size > 1 and axis not in used]
-    return found

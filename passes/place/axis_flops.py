@@ -16,7 +16,7 @@ from meshc import ir
 from meshc.cost.divided_work import CANNOT, COULD, SPLIT, Work, collapse_layers
 from meshc.cost.flops import flops
 from meshc.ir.sharding import tile_sizes
-from meshc.passes.depth.counts import counts_of
+from meshc.passes.depth.blocks import counts_of
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.program.instance import substitute_in_graph
@@ -27,7 +27,7 @@ def account(placed: PlacedModel) -> list[Work]:
     assignment = placed.require_assignment()
     times = placed.parts.count if placed.parts is not None else 1
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1]
-    found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
+    found = defaultdict[tuple[str, str, str, tuple[str, ...]], float](float)
     graph = placed.graph
     standing = counts_of(placed.joint, placed.depth)
     real = graph if placed.opened is None else substitute_in_graph(graph, placed.opened.values)

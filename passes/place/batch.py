@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from torch.fx import Node
 
@@ -29,6 +30,8 @@ from meshc.rules.index_bounds import bounds_of, origin
 from meshc.rules.slices import OPERATORS as CROPS
 
 Labels = Mapping[str, Sequence[str | None]]
+Rows = Mapping[str, Sequence[tuple[int, ...]]]
+"""By the key of an input port: the factors of each dim."""
 BATCH = "batch"
 
 
@@ -45,11 +48,9 @@ class WrongJoinDim(CompileError):
         return CompileError(_unclear("which dims are the batch depends on along which the parts are joined", f"names={{{said}}}"))
 
 
-def find_batch(
-    factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: JoinedInputs | None
-) -> BatchDims:
+def find_batch(factors: Factors, inputs: Sequence[Port], rows: Rows, names: Labels, joined: JoinedInputs | None) -> BatchDims:
     """The batch dim of each input. `names`: the user's names of dims; `joined`: dims along which inputs were joined from parts."""
-    return _BatchSearch(factors, inputs, placeholders, names, joined).find_batch_dims()
+    return _BatchSearch(factors, inputs, rows, names, joined).find_batch_dims()
 
 
 def refuse_other_joint(request: Request, batch: BatchDims) -> None:
@@ -78,7 +79,7 @@ def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims)
     """For inputs joined from ranks' parts: raises CompileError where rows of the batch are indexed by an input, since each rank numbers its
     own rows."""
     rows = {factor for found in batch.factors.values() for factor in found}
-    for instance in _forward(factors) if request.joined is not None else ():
+    for instance in forward_instances(factors) if request.joined is not None else ():
         for index, picked in _indices(instance):
             source = origin(index)
             if source.op == "placeholder" and not rows.isdisjoint(picked):
@@ -118,20 +119,18 @@ class _BatchSearch:
     """One search. `found`: by input, the batch dim and its batch factors; `known`: the batch factors of all inputs; `torn`: inputs of which
     several dims have a part of the batch each, as where parts were joined along another dim."""
 
-    def __init__(
-        self, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: JoinedInputs | None
-    ) -> None:
-        self.factors, self.joined = factors, joined
+    def __init__(self, factors: Factors, inputs: Sequence[Port], rows: Rows, names: Labels, joined: JoinedInputs | None) -> None:
+        self.joined = joined
         ports = [port for port in inputs if port.kind == "input" and port.shape]
         self.shapes = {port.name: port.shape for port in ports}
-        self.rows = {port.name: factors.dims[(placeholders[port.key], 0)] for port in ports}
+        self.rows = {port.name: rows[port.key] for port in ports}
         self.labels = {port.name: (*names.get(port.name, ()), *[None] * len(port.shape)) for port in ports}
         self.along = _ordered_classes(factors)
         self.ordered = frozenset(self.along)
         self.picked = _indexed_classes(factors)
         for kind, held in (("parameter", self.along), ("buffer", self.picked)):
             for port in (port for port in inputs if port.kind == kind):
-                for factor in (factor for row in factors.dims[(placeholders[port.key], 0)] for factor in row):
+                for factor in chain(*rows[port.key]):
                     held.setdefault(factor, f"{port.name} has it too")
         for name, row in self.rows.items():
             for label, dims in zip(self.labels[name], row, strict=False):
@@ -142,18 +141,9 @@ class _BatchSearch:
         self.torn: dict[str, str] = {}
 
     def find_batch_dims(self) -> BatchDims:
-        for name, labels in self.labels.items():
-            if BATCH in labels:
-                self._take(name, labels.index(BATCH))
-        self._take_known()
-        for name in self._remaining_inputs():
-            if name not in self.torn and self._plain(name, 0):
-                self._take(name, 0)
-        self._take_known()
-        other = {name: dim for name in self._remaining_inputs() if (dim := self._only_plain(name)) is not None}
-        for name, dim in other.items():
-            self._take(name, dim)
-        self._take_known()
+        self._take_all({name: labels.index(BATCH) for name, labels in self.labels.items() if BATCH in labels})
+        self._take_all({name: 0 for name in self._remaining_inputs() if name not in self.torn and self._plain(name, 0)})
+        self._take_all({name: dim for name in self._remaining_inputs() if (dim := self._only_plain(name)) is not None})
         dims: dict[str, int | None] = {name: dim for name, (dim, _) in self.found.items()}
         self._note_torn()
         unclear = {name: self._unclear_text(name) for name in self.torn}
@@ -170,12 +160,14 @@ class _BatchSearch:
     def _remaining_inputs(self) -> list[str]:
         return [name for name in self.rows if name not in self.found]
 
-    def _take(self, name: str, dim: int, some: tuple[int, ...] = ()) -> None:
-        self.found[name] = (dim, some or self.rows[name][dim])
-        self.known.update(some or self.rows[name][dim])
+    def _take(self, name: str, dim: int, some: tuple[int, ...]) -> None:
+        self.found[name] = (dim, some)
+        self.known.update(some)
 
-    def _take_known(self) -> None:
-        """Takes the inputs that share the batch of others."""
+    def _take_all(self, dims: Mapping[str, int]) -> None:
+        """Takes these dims of inputs, and the inputs that share the batch of others."""
+        for name, dim in dims.items():
+            self._take(name, dim, self.rows[name][dim])
         groups = {factors: name for name, (_, factors) in self.found.items() if factors}
         for name in self._remaining_inputs():
             for factors, other in groups.items():
@@ -217,7 +209,8 @@ class _BatchSearch:
         plain = self._plain_dims(name)
         ones = [dim for dim, row in enumerate(self.rows[name]) if not row and dim and not self.labels[name][dim]]
         dims = plain or ([] if self.known else ones)
-        if len(dims) != 1 or (plain and self.known and self._own_size(name, dims[0]) not in self._own_sizes()):
+        taken = [self._own_size(other, dim) for other, (dim, _) in self.found.items()]
+        if len(dims) != 1 or (plain and self.known and self._own_size(name, dims[0]) not in taken):
             return None
         return dims[0]
 
@@ -226,9 +219,6 @@ class _BatchSearch:
         size = int(self.shapes[name][dim])
         joined = self.joined
         return size // joined.ranks if joined is not None and joined.ranks and joined.dims.get(name) == dim else size
-
-    def _own_sizes(self) -> set[int]:
-        return {self._own_size(name, dim) for name, (dim, _) in self.found.items()}
 
     def _unclear_text(self, name: str) -> str:
         """The message on an input whose batch is not clear: what is known of its dims, and the line to write."""
@@ -249,15 +239,15 @@ def _ordered_classes(factors: Factors) -> dict[int, str]:
     """Classes along which some operator depends on positions, with the reason: steps, windows, keys of attention. Only classes that are a
     letter's only factor: what runs along the tokens of all rows runs along no row."""
     found: dict[int, str] = {}
-    for instance in _forward(factors):
-        rule, what = instance.rule, ""
+    for instance in forward_instances(factors):
+        rule, what = instance.rule, "attention has keys along it"
         letters: list[str] = []
         if rule.steps is not None:
             letters, what = [rule.steps.letter], "a recurrence steps along it"
         elif rule.rings:
-            letters, what = [passing.letter for passing in rule.rings.values()], "attention has keys along it"
+            letters = [passing.letter for passing in rule.rings.values()]
         elif "weighs" in rule.roles.values() and written_out(instance, factors) is not None:
-            letters, what = [letter for letter, role in rule.roles.items() if role == "weighs"], "attention has keys along it"
+            letters = [letter for letter, role in rule.roles.items() if role == "weighs"]
         for letter in letters:
             tokens = [token for token in instance.size if token[0] == letter]
             if len(tokens) == 1:
@@ -270,7 +260,7 @@ def _ordered_classes(factors: Factors) -> dict[int, str]:
 def _indexed_classes(factors: Factors) -> dict[int, str]:
     """Classes of which several positions are selected by number, one by one, as a loop over steps does."""
     numbers: dict[int, dict[object, Node]] = defaultdict(dict)
-    for instance in _forward(factors):
+    for instance in forward_instances(factors):
         if op_name(instance.node) != "aten.select.int":
             continue
         _, dim, index = instance.node.args[:3]
@@ -285,7 +275,7 @@ def _indexed_classes(factors: Factors) -> dict[int, str]:
     }
 
 
-def _forward(factors: Factors) -> Iterator[Instance]:
+def forward_instances(factors: Factors) -> Iterator[Instance]:
     return (instance for node, instance in factors.instances.items() if records(node)[0].phase == "forward")
 
 

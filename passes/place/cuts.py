@@ -60,7 +60,8 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
             for dim, found in cuts.items():
                 for cut in found:
                     voters[dim, cut].append(counts.get(demand.node, 1))
-    support = Counter({cut: _votes(standing) for cut, standing in voters.items()})
+    # a dim of one layer has the votes of that layer alone
+    support = Counter({cut: len(standing) if min(standing) > 1 else sum(standing) for cut, standing in voters.items()})
 
     def weight(entry: tuple[Demand, dict[int, set[int]] | None]) -> tuple[object, ...]:
         """The support of the relation's least supported cut; ties are broken by cuts and sizes, so that the graph's order has no effect."""
@@ -69,9 +70,8 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
         sides = [[size for _, size in side] for side in (demand.inside, demand.outside)]
         return found[0] if found else (1 << 30, 0), found, sides
 
-    live = [entry for entry in asked if entry[0].active]
-    hard = [e[0] for e in sorted((e for e in live if not e[0].relation.soft), key=weight, reverse=True)]
-    soft = [e[0] for e in sorted((e for e in live if e[0].relation.soft), key=weight, reverse=True)]
+    live = [demand for demand, _ in sorted((entry for entry in asked if entry[0].active), key=weight, reverse=True)]
+    hard, soft = ([demand for demand in live if demand.relation.soft == wanted] for wanted in (False, True))
     known = _Cuts()
     for demand in hard:
         if not known.add(demand):
@@ -86,11 +86,6 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
             if not demand.active and known.has(demand) and known.add(demand):
                 demand.active = changed = True
     return known.cuts
-
-
-def _votes(standing: list[int]) -> int:
-    """The support of a cut. `standing`: the number of layers of each voter. A dim of one layer has the votes of that layer alone."""
-    return len(standing) if min(standing) > 1 else sum(standing)
 
 
 class _Cuts:
@@ -144,13 +139,12 @@ class _Cuts:
 
 def _suffixes(side: Side, cuts: dict[int, frozenset[int]]) -> set[int]:
     """Suffix products at which one side of a relation is cut: between its dims, and inside them."""
-    found, after = set(), 1
+    found, after = {1}, 1
     for dim, size in reversed(side):
-        found.add(after)
         if dim is not None:
             found |= {after * cut for cut in cuts.get(dim, frozenset())}
         after *= size
-    found.add(after)
+        found.add(after)
     return found
 
 
@@ -161,9 +155,7 @@ def _inner(side: Side, wanted: set[int]) -> dict[int, set[int]] | None:
     for dim, size in reversed(side):
         for cut in wanted:
             if after < cut < after * size:
-                if cut % after or size % (cut // after):
-                    return None
-                if dim is None:
+                if dim is None or cut % after or size % (cut // after):
                     return None
                 found[dim].add(cut // after)
         after *= size

@@ -28,9 +28,7 @@ Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
 def may_defer(instance: Instance) -> bool:
     """Whether reductions of sums may be deferred past an operator: it is linear in the operands of `deferring`, each passed once."""
     rule = instance.rule
-    if not rule.defers or not rule.linear:
-        return False
-    return rule.adds or instance.values.count(instance.values[0]) == 1  # x * x is not linear in x
+    return bool(rule.defers and rule.linear and (rule.adds or instance.values.count(instance.values[0]) == 1))  # x * x is not linear in x
 
 
 def deferring(instance: Instance) -> tuple[Value, ...]:
@@ -60,61 +58,49 @@ class DeferredReductions:
     def _over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
         """The axes, except those `decided`, over which reducing the result instead saves a collective."""
         taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
-        partial = {value: dict((self.given.get(value) or Sharding()).partial) for value in instance.values}
-        waiting = {axis for axes in partial.values() for axis, how in axes.items() if how == "sum"} - taken
+        waiting = [axis for axis in self.axes if axis not in taken]
         if not instance.rule.adds:
             (value,) = deferring(instance)
-            small = prod(records(value[0])[value[1]].shape) <= 1
-            free = small or self._only_user(value, instance.node)
-            return [axis for axis in self.axes if axis in waiting and partial[value].get(axis) == "sum" and free]
+            free = prod(records(value[0])[value[1]].shape) <= 1 or self._only_user(value)
+            return [axis for axis in waiting if free and self._is_sum(value, axis)]
         over: list[str] = []
         mixed: list[str] = []
-        for axis in self.axes:
-            if axis not in waiting:
-                continue
-            have = [value for value in instance.values if partial[value].get(axis) == "sum"]
-            if not self._lonely(instance, have):
-                continue
-            if len(have) == len(instance.values):
-                over.append(axis)
-            elif have:
-                mixed.append(axis)
+        for axis in waiting:
+            have = [value for value in instance.values if self._is_sum(value, axis)]
+            if have and self._lonely(have):
+                (over if len(have) == len(instance.values) else mixed).append(axis)
         if mixed and (over or self._feeds_addition(instance.node)):
             over += mixed
         return over
 
     def all_partial(self, instance: Instance, axis: str) -> bool:
         """Whether all summands of an addition are partial over the axis: one reduction of the total is then enough."""
-        if not instance.rule.adds:
-            return False
-        partial = [dict((self.given.get(value) or Sharding()).partial).get(axis) for value in instance.values]
-        return all(how == "sum" for how in partial) and self._lonely(instance, instance.values)
+        return instance.rule.adds and all(self._is_sum(value, axis) for value in instance.values) and self._lonely(instance.values)
 
-    def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
-        """Whether nothing else reads these operands, and no layout has made them larger."""
-        return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
+    def _is_sum(self, value: Value, axis: str) -> bool:
+        given = self.given.get(value)
+        return given is not None and given.partial_over(axis) == "sum"
 
-    def _only_user(self, value: Value, user: Node) -> bool:
-        """Whether `user` is the only operator that reads `value`, through layouts."""
+    def _lonely(self, values: Sequence[Value]) -> bool:
+        """Whether each of these operands has one reader, and no layout has made it larger."""
+        return all(self._only_user(value) and not is_grown(value[0]) for value in values)
+
+    def _only_user(self, value: Value) -> bool:
+        """Whether one operator alone reads `value`, through layouts."""
         node = value[0]
-        while True:
-            users = {u for u in node.users}
-            if any(is_getitem(u) for u in users):
-                return False
-            if len(users) != 1:
-                return False
+        while len(node.users) == 1 and not any(map(is_getitem, node.users)):
             instance = self.instances.get(node)
             if instance is None or instance.kind != "layout":
                 return True
             node = instance.values[0][0]
+        return False
 
     def _feeds_addition(self, node: Node) -> bool:
         while len(node.users) == 1:
-            user = next(iter(node.users))
-            instance = self.instances.get(user)
+            (node,) = node.users
+            instance = self.instances.get(node)
             if instance is not None and instance.rule.adds and instance.kind == "compute":
                 return True
-            if instance is None or instance.kind != "layout" or is_grown(user):
+            if instance is None or instance.kind != "layout" or is_grown(node):
                 return False
-            node = user
         return False

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
@@ -71,7 +72,7 @@ class _Dims:
         if value not in self.of:
             shape = records(value[0])[value[1]].shape
             self.of[value] = [None if size == 1 else self.classes.new() for size in shape]
-            self.size.update((dim, size) for dim, size in zip(self.of[value], shape, strict=True) if dim is not None)
+            self.size |= {dim: size for dim, size in zip(self.of[value], shape, strict=True) if dim is not None}
         return self.of[value]
 
     def join(self, one: Value, other: Value) -> None:
@@ -139,7 +140,14 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: M
         operator.demand(dims)
     dropped: list[str] = []
     factors = _DimFactors(dims, cut_dims([demand for operator in operators for demand in operator.demands], dropped, counts or {}))
-    aligned = {id(demand): pairs for operator in operators for demand, pairs in _align_relations(operator, factors, dropped)}
+    aligned: dict[int, Pairs] = {}
+    for demand, letters in [(demand, operator.dims) for operator in operators for demand in operator.demands if demand.active]:
+        pairs = factors.align(demand.relation, letters)
+        if pairs is None:
+            demand.active = False
+            dropped.append(f"{demand.node.name}: {demand.relation.inside} and {demand.relation.outside} do not share factors")
+        else:
+            aligned[id(demand)] = pairs
 
     found = Factors({}, {}, {}, dropped)
     for value, classes in dims.of.items():
@@ -173,19 +181,6 @@ def _operators(graph: Graph, dims: _Dims) -> Iterator[_RuledOperator]:
         yield _RuledOperator(node, rule, values, known, [])
 
 
-def _align_relations(operator: _RuledOperator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
-    """The operator's relations that hold, each with its pairs of tokens. Reasons of those that do not hold are appended to `dropped`."""
-    for demand in operator.demands:
-        if not demand.active:
-            continue
-        pairs = factors.align(demand.relation, operator.dims)
-        if pairs is None:
-            demand.active = False
-            dropped.append(f"{operator.node.name}: {demand.relation.inside} and {demand.relation.outside} do not share factors")
-        else:
-            yield demand, pairs
-
-
 def _resolve_tokens(operator: _RuledOperator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
     """What an operator's relations imply for its tokens: aliases, and tokens that must be whole."""
     alias: dict[Token, Token] = {}
@@ -199,7 +194,7 @@ def _resolve_tokens(operator: _RuledOperator, factors: _DimFactors, aligned: Map
             if inner is not None and outer is not None:
                 alias[outer] = alias.get(inner, inner)
             else:
-                whole |= {token for token in (inner, outer) if token is not None}
+                whole.update(token for token in (inner, outer) if token is not None)
     return alias, whole
 
 
@@ -212,11 +207,8 @@ def _instance(operator: _RuledOperator, dims: _Dims, factors: _DimFactors, alias
     def tokens(letters: tuple[str, ...], classes: list[int | None]) -> tuple[tuple[Token, ...], ...]:
         found: list[tuple[Token, ...]] = []
         for letter, dim in zip(letters, classes, strict=True):
-            if dim is None or letter == ONE:
-                found.append(())
-                continue
             row = []
-            for position, own in enumerate(factors(dim)):
+            for position, own in enumerate(() if dim is None or letter == ONE else factors(dim)):
                 token = alias.get((letter, position), (letter, position))
                 size[token] = factors.size[own]
                 factor.setdefault(token, factors.classes.find(own))
@@ -231,8 +223,7 @@ def _instance(operator: _RuledOperator, dims: _Dims, factors: _DimFactors, alias
     tied = _tied(rule, size, whole)
     letter_sums: tuple[dict[str, str], ...] = rule.sums or tuple({} for _ in outs)
     sums = tuple({t: how for letter, how in result.items() for t in size if t[0] == letter} for result in letter_sums)
-    known = rule.kind != "unknown"
-    return Instance(node, rule, tuple(operator.values), ins, outs, sums, frozenset(whole), size, factor, known, tied)
+    return Instance(node, rule, tuple(operator.values), ins, outs, sums, frozenset(whole), size, factor, rule.kind != "unknown", tied)
 
 
 def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Token, Token]:
@@ -249,16 +240,12 @@ def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Toke
 
 def _unknown(node: Node, tensors: list[Node]) -> Rule:
     """An operator without a rule: every dim of every operand and result must be whole."""
-    names: set[str] = set()
-
-    def dims(prefix: str, rank: int) -> tuple[str, ...]:
-        row = tuple(f"{prefix}.{i}" for i in range(rank))
-        names.update(row)
-        return row
-
-    ins = tuple(dims(f"x{k}", len(records(value_of(t)[0])[value_of(t)[1]].shape)) for k, t in enumerate(tensors))
-    outs = tuple(dims(f"y{k}", len(result.shape)) for k, result in enumerate(records(node)))
-    return Rule(ins, outs, ({},) * len(outs), frozenset(names), kind="unknown")
+    read = [records(made)[index] for made, index in map(value_of, tensors)]
+    ins, outs = (
+        tuple(tuple(f"{prefix}{k}.{dim}" for dim in range(len(each.shape))) for k, each in enumerate(values))
+        for prefix, values in (("x", read), ("y", records(node)))
+    )
+    return Rule(ins, outs, ({},) * len(outs), frozenset(chain(*ins, *outs)), kind="unknown")
 
 
 def _side(names: tuple[str, ...], own: Mapping[str, int], dims: _Dims) -> Side:

@@ -9,7 +9,7 @@ the loss comes from outside, when forward is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -17,7 +17,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import is_getitem, record, records, value_of
+from meshc.ir import calls_of, is_getitem, record, records, value_of
 from meshc.ir.graph import ancestors_of, computable_from, descendants_of
 from meshc.ir.keys import is_a
 from meshc.ir.spmd import CHUNK
@@ -40,10 +40,6 @@ class HeadProduct:
     node: Node
     tokens: tuple[int, ...]
     features: frozenset[int]
-
-    @property
-    def size(self) -> int:
-        return prod(record(self.node).shape)
 
 
 MOST: Final = 32
@@ -79,32 +75,23 @@ def mark_chunked_head(placed: PlacedModel) -> PlacedModel:
     cut = [(head, count) for head, count in zip(found, counts, strict=True) if count > 1]
     if not cut:
         return placed
-    head, count = max(cut, key=lambda pair: pair[0].size)
-    chunks = ChunkedHead(count, head.node, head.tokens, head.features, _head_operators(joint.graph, head, placed.factors))
+    head, count = max(cut, key=lambda pair: prod(record(pair[0].node).shape))
+    forward = {*calls_of(joint.graph, "forward")}
+    operators = forward & descendants_of([head.node], forward.__contains__) | _backward_operators(joint.graph, head, placed.factors)
+    chunks = ChunkedHead(count, head.node, head.tokens, head.features, frozenset(operators))
     return replace(placed, chunked=chunks, sizes={**placed.sizes, CHUNK: count})
-
-
-def _head_operators(graph: Graph, head: HeadProduct, factors: Factors) -> frozenset[Node]:
-    forward = _in_phase("forward")
-    return frozenset(node for node in descendants_of([head.node], forward) if forward(node)) | _backward_operators(graph, head, factors)
-
-
-def _in_phase(phase: str) -> Callable[[Node], bool]:
-    return lambda node: node.op == "call_function" and records(node)[0].phase == phase
 
 
 def _last_products(graph: Graph) -> list[Node]:
     """Products of forward of which no other product of forward is made."""
-    forward = _in_phase("forward")
     before: set[Node] = set()
     last = []
-    for node in reversed(graph.nodes):
-        if forward(node):
-            if any(user in before for user in node.users):
-                before.add(node)
-            elif flops(node) > 0:
-                last.append(node)
-                before.add(node)
+    for node in reversed(calls_of(graph, "forward")):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+        elif flops(node) > 0:
+            last.append(node)
+            before.add(node)
     return last
 
 
@@ -118,22 +105,22 @@ def _product(node: Node, factors: Factors, learned: Collection[Node]) -> HeadPro
     for value, dims in zip(instance.values, instance.operands, strict=True):
         (weights if value[0] in learned else rows).update(token for dim in dims for token in dim if token in made)
         read += 0 if value[0] in learned else prod(records(value[0])[value[1]].shape)
-    tokens = tuple(made[token] for token in made if token in rows - weights)
+    tokens = tuple(factor for token, factor in made.items() if token in rows - weights)
     features = frozenset(made[token] for token in weights - rows)
     return HeadProduct(node, tokens, features) if tokens and features and prod(record(node).shape) > read else None
 
 
-def _backward_operators(graph: Graph, head: HeadProduct, factors: Factors) -> frozenset[Node]:
+def _backward_operators(graph: Graph, head: HeadProduct, factors: Factors) -> set[Node]:
     """What reads something as tall as the product before any other product of backward has run, and what that is made of there."""
-    backward = _in_phase("backward")
+    backward = dict.fromkeys(calls_of(graph, "backward"))
     behind: set[Node] = set()
     reads: list[Node] = []
-    for node in filter(backward, graph.nodes):
-        if any(operand in behind or (backward(operand) and flops(operand) > 0) for operand in node.all_input_nodes):
+    for node in backward:
+        if any(operand in behind or (operand in backward and flops(operand) > 0) for operand in node.all_input_nodes):
             behind.add(node)
         elif any(_is_tall(operand, head, factors) for operand in node.all_input_nodes):
             reads.append(node)
-    return frozenset(node for node in ancestors_of(reads, backward) if backward(node))
+    return backward.keys() & ancestors_of(reads, backward.__contains__)
 
 
 def _is_tall(node: Node, head: HeadProduct | ChunkedHead, factors: Factors) -> bool:

@@ -31,11 +31,8 @@ class Interest:
     even: bool = False
 
     def rank(self, factor: int, node: Node, names: FactorNames) -> int | None:
-        best: int | None = None
-        for rank, region in self.ranks.get(factor, ()):
-            if (region is None or in_region(node, region, names)) and (best is None or rank < best):
-                best = rank
-        return best
+        rows = self.ranks.get(factor, ())
+        return min((rank for rank, region in rows if region is None or in_region(node, region, names)), default=None)
 
     def leaves(self, rank: int, size: int, ranks: int) -> bool:
         """Whether a factor of this size and rank is left to later ranks of the entry, where `ranks` ranks would split it."""
@@ -62,18 +59,15 @@ def in_region(node: Node, region: str, names: FactorNames) -> bool:
 def interests(plan: Plan, names: FactorNames, axes: Sequence[str]) -> dict[str, Interest]:
     found = {}
     for axis in axes:
-        ranks: dict[int, list[tuple[int, str | None]]] = {}
         entry = plan.entry(axis)
+        ranks: dict[int, tuple[tuple[int, str | None], ...]]
         if axis == MICROBATCH:
-            for factor, aliases in names.also.items():
-                if "batch" in aliases:
-                    ranks.setdefault(factor, []).append((0, None))
+            ranks = {factor: ((0, None),) for factor, aliases in names.also.items() if "batch" in aliases}
         else:
-            for rank, terms in enumerate(entry.ranks if entry else ()):
-                for term in terms:
-                    for factor, aliases in names.also.items():
-                        if any(term.covers(alias) for alias in aliases):
-                            ranks.setdefault(factor, []).append((rank, term.region))
-        even = entry is not None and entry.role in EVEN
-        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()}, even)
+            terms = [(rank, term) for rank, row in enumerate(entry.ranks if entry else ()) for term in row]
+            ranks = {
+                factor: rows for factor, aliases in names.also.items()
+                if (rows := tuple((rank, term.region) for rank, term in terms if any(map(term.covers, aliases))))
+            }  # fmt: skip
+        found[axis] = Interest(axis, ranks, entry is not None and entry.role in EVEN)
     return found

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -17,6 +16,7 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.propagate import batch_place
 from meshc.passes.place.stored_updates import state_storage
 from meshc.program.program import Port
 
@@ -36,18 +36,13 @@ def lay_ports(placed: PlacedModel) -> PlacedModel:
         for port, node in zip(joint.outputs, joint.results(), strict=True)
     ]
     if placed.request.inputs == "local":
-        inputs, outputs = _tangents_as_outputs(inputs, outputs)
+        # an output is a rank's part of the batch, and so is its tangent; likewise a gradient and its input
+        left = {port.name: port.sharding for port in outputs if port.kind == "output"}
+        inputs = [replace(port, sharding=left[port.name]) if port.kind == "tangent" else port for port in inputs]
+        outputs = [
+            replace(port, sharding=stored[port.name]) if port.kind == "gradient" and is_a(port.name, "input") else port for port in outputs
+        ]
     return replace(placed, joint=replace(joint, inputs=tuple(inputs), outputs=tuple(outputs)))
-
-
-def _tangents_as_outputs(inputs: Sequence[Port], outputs: Sequence[Port]) -> tuple[list[Port], list[Port]]:
-    """With local inputs an output is a rank's part of the batch, and so is its tangent; likewise a gradient and its input."""
-    left = {port.name: port.sharding for port in outputs if port.kind == "output"}
-    lies = {port.key: port.sharding for port in inputs if port.kind == "input"}
-    return (
-        [replace(port, sharding=left[port.name]) if port.kind == "tangent" else port for port in inputs],
-        [replace(port, sharding=lies[port.name]) if port.kind == "gradient" and port.name in lies else port for port in outputs],
-    )
 
 
 def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
@@ -57,7 +52,7 @@ def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
         return decided.storage[port.name, "parameter"]
     if port.kind == "state":
         dims, parameter = placed.factors.dims, placed.joint.placeholders()[key_of("parameter", port.of)]
-        return state_storage(whole, dims[(node, 0)], decided.storage[port.of, "state"], dims[(parameter, 0)])
+        return state_storage(whole, dims[node, 0], decided.storage[port.of, "state"], dims[parameter, 0])
     if port.kind == "input":
         return decided.given.get((node, 0)) or whole
     return whole
@@ -68,30 +63,13 @@ def _output_sharding(placed: PlacedModel, port: Port, value: Value) -> Sharding:
     whole = decided.whole(value)
     if port.kind == "gradient" and not is_a(port.name, "input"):
         return decided.storage[port.name, "gradient"]
-    if port.kind == "metric" and len(whole.dims) > 0:
-        given = decided.given.get(value) if MICROBATCH in placed.sizes else None
-        local = request.inputs == "local"
-        return _batch_only(placed, value, whole, given) if given is not None or local else whole
-    if port.kind == "output":
-        given = decided.given.get(value)
-        if port.name in placed.traced.model.output_tree.caches() or request.outputs == "dtensor":
-            return _given_or_whole(given, whole)
-        if MICROBATCH in placed.sizes and not request.train and given is not None:
-            return _batch_only(placed, value, whole, given)  # a microbatch gives its rows
-        if request.inputs == "local":
-            return _batch_only(placed, value, whole, None)
-    return whole
-
-
-def _given_or_whole(given: Sharding | None, whole: Sharding) -> Sharding:
-    return whole if given is None else given.without_partial()
-
-
-def _batch_only(placed: PlacedModel, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:
-    """The sharding that splits the batch alone: as in `given`, or over the data axes."""
-    for dim, row in enumerate(placed.factors.dims[value]):
-        for position, factor in enumerate(row):
-            if "batch" in placed.names.also[factor]:
-                axes = placed.local_batch if given is None else given.dims[dim][position].axes
-                return whole.with_axes(dim, position, axes)
+    given = decided.given.get(value)
+    if port.kind == "output" and (port.name in placed.traced.model.output_tree.caches() or request.outputs == "dtensor"):
+        return whole if given is None else given.without_partial()
+    if port.kind == "metric" and whole.dims or port.kind == "output":
+        if MICROBATCH not in placed.sizes or port.kind == "output" and request.train:
+            given = None  # else a microbatch gives its rows
+        place = batch_place(placed.names, placed.factors.dims[value])
+        if place is not None and (given is not None or request.inputs == "local"):
+            return whole.with_axes(*place, placed.local_batch if given is None else given.dims[place[0]][place[1]].axes)
     return whole

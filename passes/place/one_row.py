@@ -94,11 +94,10 @@ def why_whole(error: Exception) -> str:
 def interests_of_rows(opened: OpenedDims, factors: Factors, found: Mapping[str, Interest]) -> dict[str, Interest]:
     """The interests of axes, where rows that were opened are for the axes that they were opened for."""
     rows = {factor for factor, size in factors.size.items() if str(size) in opened.values}
-
-    def without(interest: Interest) -> Interest:
-        return replace(interest, ranks={factor: ranks for factor, ranks in interest.ranks.items() if factor not in rows})
-
-    return {axis: interest if axis in opened.axes else without(interest) for axis, interest in found.items()}
+    return {
+        axis: one if axis in opened.axes else replace(one, ranks={factor: row for factor, row in one.ranks.items() if factor not in rows})
+        for axis, one in found.items()
+    }
 
 
 def settle(lowered: LoweredProgram) -> LoweredProgram:
@@ -137,14 +136,14 @@ def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
         if mine != other:
             raise RowsDiffer(_difference_text(node))
         if node.op == "get_attr":
-            held, again = getattr(fixed, str(node.target)), getattr(free, str(node.target))
+            held, again = (getattr(module, str(node.target)) for module in (fixed, free))
             if isinstance(held, GraphModule):
                 _compare(held, again, number)
             elif not _same(held, again):
                 raise RowsDiffer(_difference_text(node))
     if len(ours) != len(theirs):
-        longer, common = max(ours, theirs, key=len), min(len(ours), len(theirs))
-        raise RowsDiffer(_difference_text(longer[common][0]))
+        shorter, longer = sorted((ours, theirs), key=len)
+        raise RowsDiffer(_difference_text(longer[len(shorter)][0]))
 
 
 def _same(one: object, other: object) -> bool:

@@ -21,13 +21,12 @@ from functools import lru_cache
 
 from torch.fx import Node
 
-from meshc.ir import is_getitem, op_name, records
+from meshc.ir import calls, is_getitem, op_name, records
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.factors import Instance
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.program.program import Port
 
-FREE = ("constant", "random", "buffer", "number")
-"""Kinds of ports that depend on no parameter and no floating input."""
 HELD = ("parameter", "buffer", "state")
 """Kinds of ports that belong to a module."""
 _LAYER = re.compile(r"(?:(?!\d+(?:\.|$))[^.]+\.)*\d+(?=\.|$)")
@@ -46,15 +45,16 @@ def named_operators(placed: PlacedModel) -> dict[str, Instance]:
     return found
 
 
+def is_free(port: Port) -> bool:
+    """Whether a port depends on no parameter and no floating input."""
+    integers = port.kind == "input" and not (port.dtype.is_floating_point or port.dtype.is_complex)
+    return integers or port.kind in ("constant", "random", "buffer", "number")
+
+
 def _nameable_operators(placed: PlacedModel) -> Iterator[Instance]:
     """The operators that have names, in graph order."""
-    free = {
-        node for port, node in zip(placed.joint.inputs, placeholders(placed.graph), strict=True)
-        if port.kind in FREE or (port.kind == "input" and not (port.dtype.is_floating_point or port.dtype.is_complex))
-    }  # fmt: skip
-    for node in placed.graph.nodes:
-        if node.op != "call_function" or is_getitem(node):
-            continue
+    free = {node for port, node in zip(placed.joint.inputs, placeholders(placed.graph), strict=True) if is_free(port)}
+    for node in calls(placed.graph):
         instance = placed.factors.instances[node]
         updates = node in placed.joint.updates
         if not updates and not instance.rule.accumulates and all(value[0] in free for value in instance.values):

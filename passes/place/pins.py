@@ -8,15 +8,14 @@ A pin of a layout operator's result applies where the value is computed: a use o
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from meshc.ir import KEY, op_name, record, records, value_of
 from meshc.ir.keys import kind_of, name_of
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.phases.factors import Factors, Value
-from meshc.passes.phases.placed_model import Pins, PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
+from meshc.plan.plan_faults import did_you_mean
 
 Held = dict[tuple[int, int], tuple[str, ...]]
 """(dim, position) -> axes; empty: the factor stays whole."""
@@ -37,9 +36,6 @@ class Pinning:
         self.spread: dict[int, tuple[str, ...]] = {}
         self.by: dict[tuple[Value, int, int], Pin] = {}
 
-    def pins(self) -> Pins:
-        return Pins(self.values, self.storage, self.spread)
-
     def apply(self) -> list[str]:
         """Resolves all pins; returns every fault, each naming the lines of the plan."""
         faults: list[str] = []
@@ -48,8 +44,7 @@ class Pinning:
         for pin in captured_lines(self.placed.plan.pins, self.placed.depth):
             matches = {name: values for name, values in names.items() if pin.matches(name)}
             if not matches:
-                close = get_close_matches(pin.pattern, names, 3, 0.4)
-                faults.append(f"{pin.where}: {pin.pattern!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else ""))
+                faults.append(f"{pin.where}: {pin.pattern!r} matches nothing{did_you_mean(pin.pattern, names)}")
             for name, values in matches.items():
                 fitting = [value for value in values if _dims(value) == len(pin.dims)]
                 if not fitting:
@@ -87,8 +82,8 @@ class Pinning:
                     rival = self.by[(source, *other)]
                     both = f"{rival.where} and {pin.where}"
                     return [f"{both}: {name} is computed once, and they hold it in different ways; keep one of the two"]
-        for slot, axes in slots.items():
-            held[slot] = axes
+        held |= slots
+        for slot in slots:
             self.by.setdefault((source, *slot), pin)
         return []
 

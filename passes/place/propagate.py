@@ -13,7 +13,7 @@ in graph order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TypeAlias
@@ -30,9 +30,9 @@ from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.placed_model import Pins
-from meshc.passes.place.chunks import ChunkedFactor
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
+from meshc.passes.place.operator_names import is_free
 from meshc.passes.place.ring_attention import Rings
 from meshc.passes.place.storage import in_names_of, stored_split, with_slots
 from meshc.passes.place.stored_updates import computed_whole, where_stored
@@ -72,7 +72,7 @@ class Propagator:
         chunked      the head and loss that run in chunks, if any
         caches       names of the leaves of caches; an input of that name is sharded as its first reader needs
         """
-        self.caches = caches
+        self.caches, self.order = caches, [*sizes]
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
         self.axes = [axis for axis in sizes if sizes[axis] > 1 and axis != CHUNK]
@@ -97,22 +97,14 @@ class Propagator:
             given = self._fixed_storage(port.name, node)
         elif port.kind == "state" or self._is_cache(port):
             given = None
-        elif port.kind == "input" and self.local_batch:
-            given = self._split_batch(whole, node)
+        elif port.kind == "input" and self.local_batch and (place := batch_place(self.names, self.factors.dims[node, 0])) is not None:
+            given = whole.with_axes(*place, self.local_batch)
         self.result.given[(node, 0)] = given
-        floating = port.dtype.is_floating_point or port.dtype.is_complex
-        if port.kind in ("constant", "random", "buffer", "number") or (port.kind == "input" and not floating):
+        if is_free(port):
             self.result.free.add(node)
 
     def _is_cache(self, port: Port) -> bool:
         return port.kind == "input" and port.name in self.caches
-
-    def _split_batch(self, whole: Sharding, node: Node) -> Sharding:
-        for dim, parts in enumerate(self.factors.dims[(node, 0)]):
-            for position, factor in enumerate(parts):
-                if "batch" in self.names.also[factor]:
-                    return whole.with_axes(dim, position, self.local_batch)
-        return whole
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
@@ -141,7 +133,7 @@ class Propagator:
             return
         if instance.kind == "layout":
             for index in range(len(instance.results)):
-                source = self.given_sharding(instance.values[0])
+                source = self.result.given.get(instance.values[0])
                 whole = self.result.whole((node, index))
                 self.result.given[(node, index)] = forward_map(instance, index, source, whole) if source else None
             return
@@ -149,17 +141,16 @@ class Propagator:
             self.result.replicated.append(node)
         chosen, deferred = self.decision(instance)
         self.result.chosen[node] = chosen
-        ring = self.rings.along(instance, chosen, self.given_sharding) if self.rings is not None else {}
+        ring = self.rings.along(instance, chosen, self.result.given.get) if self.rings is not None else {}
         if ring:
             self.result.rings[node] = ring
-            if self.rings is not None and node in self.rings.balanced:
-                self.result.zigzag.add(node)
+        if self.rings is not None and node in self.rings.balanced:
+            self.result.zigzag.add(node)
         passing = instance.rule.ring_operands if ring else ()
         wanted = []
         for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             want = sharding_by_tokens(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
-            partial = deferred.get(value, ())
-            wanted.append(replace(want, partial=partial))
+            wanted.append(replace(want, partial=deferred.get(value, ())))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         returning = instance.rule.ring_results if ring else ()
@@ -171,18 +162,16 @@ class Propagator:
                 owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ()) if axis not in home))
             if instance.rule.accumulates:
                 owed[(MICROBATCH, "sum")] = None
-            order = list(self.sizes)
-            self.result.given[(node, index)] = replace(given, partial=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
+            self.result.given[(node, index)] = replace(given, partial=tuple(sorted(owed, key=lambda p: self.order.index(p[0]))))
         said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
         self.result.reasons[node] = ", ".join(dict.fromkeys(said))
 
-    def given_sharding(self, value: Value) -> Sharding | None:
-        return self.result.given.get(value)
-
     def decision(self, instance: Instance) -> Decision:
         """An operator's decision: for an update by the state's storage, for others by `told`, pins, and the interests of axes."""
-        if instance.node in self.updates:
-            return self._update_axes(instance), {}
+        if instance.node in self.whole_updates:
+            return {}, {}
+        if (name := self.updates.get(instance.node)) is not None:
+            return where_stored(instance, self.storage(name, "state"), self.factors.dims[self.parameter(name), 0]), {}
         return self.decide(instance, self.directive(instance.node))
 
     def directive(self, node: Node) -> Directive:
@@ -197,15 +186,18 @@ class Propagator:
     def _choose(self, instance: Instance, told: Directive) -> dict[Token, tuple[str, ...]]:
         lying = [self._axis_tokens(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
         chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in told.tokens.items()}
-        for held, axes in self._pinned_axes(instance).items():
+        pinned = [*self._pinned_axes(instance)]
+        for held, axes in {token: axes for token, axes in pinned if axes}.items():
             chosen.setdefault(held, []).extend(axis for axis in axes if axis not in told.axes)
+        kept = {token for token, axes in pinned if not axes}
         taken = {axis for axes in chosen.values() for axis in axes}.union(told.axes)
         for axis in self.axes:
             if axis in taken or (instance.node not in self.updates and self.deferral.all_partial(instance, axis)):
                 continue
-            token = self._carried_token(instance, axis, lying) if instance.kind == "carry" else None
+            carried = {axes.get(axis) for axes in lying if axes is not None} if instance.kind == "carry" else set()
+            token = carried.pop() if len(carried) == 1 else None
             if token is None or not self._fits(instance, token, chosen):
-                token = self._preferred_token(instance, axis, lying, chosen)
+                token = self._preferred_token(instance, axis, lying, chosen, kept)
             if token is not None:
                 chosen.setdefault(token, []).append(axis)
             if token is not None and token in instance.tied:
@@ -219,42 +211,28 @@ class Propagator:
         for one in instance.rule.windows:  # the tied letter is split in the same order
             if (one, 0) in instance.tied and (one, 0) in ordered:
                 ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
-        order = list(self.sizes)
-        return dict(sorted(ordered.items(), key=lambda item: [order.index(axis) for axis in item[1]]))
+        return dict(sorted(ordered.items(), key=lambda item: [self.order.index(axis) for axis in item[1]]))
 
-    def _pinned_axes(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
-        found: dict[Token, tuple[str, ...]] = {}
+    def _pinned_axes(self, instance: Instance) -> Iterator[tuple[Token, tuple[str, ...]]]:
+        """Axes of tokens by the pins of this operator's results; none: the pin keeps the token whole."""
         for index, dims in enumerate(instance.results):
             for (dim, position), axes in self.pins.values.get((instance.node, index), {}).items():
                 token = dims[dim][position]
-                if axes and token not in instance.whole:
-                    found[token] = axes
-                    if token in instance.tied:
-                        found[instance.tied[token]] = axes
-        return found
-
-    def _kept_whole(self, instance: Instance) -> set[Token]:
-        """Tokens that a pin of this operator's result keeps whole."""
-        kept = {
-            dims[dim][position]
-            for index, dims in enumerate(instance.results)
-            for (dim, position), axes in self.pins.values.get((instance.node, index), {}).items()
-            if not axes
-        }
-        return kept | {instance.tied[token] for token in kept if token in instance.tied}
+                if not axes or token not in instance.whole:
+                    yield token, axes
+                    yield instance.tied.get(token, token), axes
 
     def order_axes(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
         """Canonical order of a factor's axes: those that take it everywhere outside, those that take it only in a region inside, then mesh
         order. Within a microbatch come those that leave the factor for another one (`ep: experts > batch`): what these gather is then of
         one microbatch."""
-        order = list(self.sizes)
         parts = self.sizes.get(MICROBATCH, 1) > 1 and factor in self.interest[MICROBATCH].ranks
 
         def place(axis: str) -> tuple[bool, bool, int]:
             if axis == CHUNK:
-                return False, False, order.index(axis)
+                return False, False, self.order.index(axis)
             interest = self.interest[axis]
-            return interest.only_in_region(factor), parts and interest.only_behind(factor), order.index(axis)
+            return interest.only_in_region(factor), parts and interest.only_behind(factor), self.order.index(axis)
 
         found = sorted(axes, key=place)
         return tuple(found) if self.chunks is None else self.chunks.order_axes(found)
@@ -264,48 +242,30 @@ class Propagator:
         tokens = {token, instance.tied.get(token, token)}
         return not tokens & instance.whole and all(tile_sizes(instance.size[t], counts)[-1] > 1 for t in tokens)
 
-    def _axis_tokens(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
-        """axis -> the token of this operand that the axis splits already."""
-        given = self.given_sharding(value)
+    def _axis_tokens(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token] | None:
+        """axis -> the token of this operand that the axis splits already; None: the operand is not computed."""
+        given = self.result.given.get(value)
         if given is None or value[0] in self.result.free or value[0].op == "placeholder":
-            return {}
+            return None
         return {axis: dims[dim][position] for dim, position, part in given.parts() for axis in part.axes}
 
-    def _computed_operands(self, instance: Instance) -> list[int]:
-        return [
-            index
-            for index, value in enumerate(instance.values)
-            if value[0] not in self.result.free and value[0].op != "placeholder" and self.given_sharding(value)
-        ]
-
-    def _carried_token(self, instance: Instance, axis: str, lying: list[dict[str, Token]]) -> Token | None:
-        tokens = {lying[i].get(axis) for i in self._computed_operands(instance)}
-        return tokens.pop() if len(tokens) == 1 else None
-
     def _preferred_token(
-        self, instance: Instance, axis: str, lying: list[dict[str, Token]], chosen: Mapping[Token, Sequence[str]]
+        self, instance: Instance, axis: str, lying: list[dict[str, Token] | None], chosen: Mapping[Token, Sequence[str]], kept: set[Token]
     ) -> Token | None:
+        """The token that the axis splits by its interest. `kept`: tokens that stay whole."""
         interest = self.interest[axis]
-        best: tuple[float, ...] | None = None
-        found: Token | None = None
-        kept = self._kept_whole(instance)
-        for position, token in enumerate(instance.size):
-            rank = interest.rank(instance.factor[token], instance.node, self.names)
-            if axis in self.pins.spread.get(instance.factor[token], ()):
-                rank = -1
-            if token in kept:
+        keys: dict[tuple[float, ...], Token] = {}
+        for position, (token, size) in enumerate(instance.size.items()):
+            factor, counts = instance.factor[token], [self.sizes[a] for a in chosen.get(token, ())]
+            rank = -1 if axis in self.pins.spread.get(factor, ()) else interest.rank(factor, instance.node, self.names)
+            if token in kept or rank is None or not self._fits(instance, token, chosen):
                 continue
-            if rank is None or not self._fits(instance, token, chosen):
+            if interest.leaves(rank, size, self.sizes[axis] * prod(counts)):
                 continue
-            if interest.leaves(rank, instance.size[token], prod(self.sizes[a] for a in (axis, *chosen.get(token, ())))):
-                continue
-            split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes.get(axis) == token)
+            split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes and axes.get(axis) == token)
             summed = any(token in sums for sums in instance.sums)
-            fits = tile_sizes(instance.size[token], [self.sizes[a] for a in chosen.get(token, ())])[-1] >= self.sizes[axis]
-            key = (rank, not fits, -split, summed, position)
-            if best is None or key < best:
-                best, found = key, token
-        return found
+            keys[rank, tile_sizes(size, counts)[-1] < self.sizes[axis], -split, summed, position] = token
+        return keys[min(keys)] if keys else None
 
     # ------------------------------------------------------------------------------------------------------------------- storage
 
@@ -334,11 +294,11 @@ class Propagator:
         """The sharding between steps of a parameter (kind parameter), its gradient or its state."""
         key = (name, kind)
         if key not in self.result.storage:
-            node = self.parameter(name)
-            base = self._fixed_storage(name, node) if kind == "parameter" else None
-            if base is None:
-                base = self.choices.storage.get(key) or self.stored_by_plan(name, kind, self._stores())
-            self.result.storage[key] = base
+            base = self._fixed_storage(name, self.parameter(name)) if kind == "parameter" else None
+            # axis -> what the plan's entry stores split along it
+            entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
+            stores = {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
+            self.result.storage[key] = base or self.choices.storage.get(key) or self.stored_by_plan(name, kind, stores)
         return self.result.storage[key]
 
     def stored_by_plan(self, name: str, kind: str, stores: Mapping[str, tuple[str, ...]]) -> Sharding:
@@ -349,21 +309,15 @@ class Propagator:
         said = self.pins.stored.get((name, kind), {})
         return stored_split(with_slots(base, said), kind, stores, self.sizes, said)
 
-    def _stores(self) -> dict[str, tuple[str, ...]]:
-        """axis -> what the plan's entry stores split along it."""
-        entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
-        return {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
-
-    def _update_axes(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
-        """The axes of an update's tokens: by the state's storage, or none."""
-        name = self.updates[instance.node]
-        if instance.node in self.whole_updates:
-            return {}
-        return where_stored(instance, self.storage(name, "state"), self.factors.dims[(self.parameter(name), 0)])
-
     def parameter(self, name: str) -> Node:
         """The placeholder of a parameter."""
         return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
+
+
+def batch_place(names: FactorNames, rows: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """(dim, position) of the first batch factor of a value; None if it has none. `rows`: the factors of each dim."""
+    places = ((dim, position) for dim, row in enumerate(rows) for position, factor in enumerate(row) if "batch" in names.also[factor])
+    return next(places, None)
 
 
 def _without(sharding: Sharding, axes: Collection[str]) -> Sharding:
@@ -374,3 +328,44 @@ def _without(sharding: Sharding, axes: Collection[str]) -> Sharding:
 def _bytes(value: Value) -> int:
     found = records(value[0])[value[1]]
     return prod(found.shape) * (found.dtype.itemsize if found.dtype else 0)
+
+
+# The factor along which a head runs in chunks, and the tokens of its operators that are cut.
+#
+#     mm  [batch 64/dp, seq 8192] in 8 chunks      batch 64/dp/chunk: 8 adjacent rows of a rank, one in each chunk
+#     mm  [batch 4/dp, seq 8192]                   seq 8192/chunk
+#
+# An axis that splits the same factor at the product is outside the chunks: each rank cuts its tile. One that splits it further on, where
+# only rows are left of the product, is inside: each chunk is split over the ranks.
+
+
+class ChunkedFactor:
+    """`factor`: the class that is cut into chunks, from the head's product on; None where no rank has two rows to cut."""
+
+    def __init__(self, chunked: ChunkedHead, factors: Factors, sizes: Mapping[str, int]) -> None:
+        self.chunked, self.factors, self.sizes = chunked, factors, sizes
+        self.factor: int | None = None
+        self.outside: frozenset[str] = frozenset()
+
+    def token(self, instance: Instance, chosen: Mapping[Token, Sequence[str]]) -> Token | None:
+        """The token of an operator that is cut into chunks, given the axes that the mesh's axes have `chosen`; None if there is none."""
+        if instance.node is self.chunked.product:
+            self._settle(instance, chosen)
+        if self.factor is None or instance.node not in self.chunked.nodes:
+            return None
+        return next((token for token in instance.size if instance.factor[token] == self.factor), None)
+
+    def order_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes of a part, with the chunk axis in its place."""
+        if CHUNK not in axes:
+            return tuple(axes)
+        inside = [axis for axis in axes if axis not in self.outside and axis != CHUNK]
+        return (*(axis for axis in axes if axis in self.outside), CHUNK, *inside)
+
+    def _settle(self, instance: Instance, chosen: Mapping[Token, Sequence[str]]) -> None:
+        axes = {instance.factor[token]: tuple(chosen.get(token, ())) for dim in instance.results[0] for token in dim}
+        sizes = {factor: size for factor in self.chunked.tokens if type(size := self.factors.size[factor]) is int}
+        rows = {factor: tile_sizes(size, [self.sizes[axis] for axis in axes[factor]])[-1] for factor, size in sizes.items()}
+        even = [factor for factor, size in rows.items() if size % self.chunked.count == 0]
+        self.factor = even[0] if even else max((factor for factor, size in rows.items() if size > 1), key=rows.__getitem__, default=None)
+        self.outside = frozenset() if self.factor is None else frozenset(axes[self.factor])

@@ -10,7 +10,6 @@ it. Axes that a pin does not name follow the plan's entries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch.fx import Node
@@ -25,6 +24,7 @@ from meshc.passes.place.operator_names import named_operators
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import too_many
 from meshc.plan.entries import NOTHING, PARTIAL, OperatorPin
+from meshc.plan.plan_faults import did_you_mean
 
 
 def operator_pins(placed: PlacedModel, pinning: Pinning) -> tuple[Mapping[Node, Directive], list[str]]:
@@ -84,8 +84,7 @@ def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:
     within = list(dict.fromkeys(name.partition("/")[2] for name in named if fnmatchcase(name.partition("/")[0], pin.modules)))
     if within:
         return f"no operator is called {pin.pattern!r}; those of {pin.modules or 'the model itself'} are {', '.join(within)}"
-    close = get_close_matches(pin.pattern, {"/".join(name.split("/")[:depth]) for name in named}, 3, 0.4)
-    return f"no operator is called {pin.pattern!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
+    return f"no operator is called {pin.pattern!r}{did_you_mean(pin.pattern, {'/'.join(name.split('/')[:depth]) for name in named})}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- several lines
@@ -94,7 +93,8 @@ def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:
 def _clashes(name: str, one: Directive, other: Directive, placed: PlacedModel, named: Mapping[str, Instance]) -> Iterator[str]:
     for axis in one.axes:
         if axis in other.axes and (mine := _axis_effect(axis, one)) != (theirs := _axis_effect(axis, other)):
-            said = [_effect_text(what, named[name], placed.names) for what in (mine, theirs)]
+            words = {NOTHING: "nothing", PARTIAL: "nothing, sums being partial,"}
+            said = [words[what] if isinstance(what, str) else placed.names.of[named[name].factor[what]] for what in (mine, theirs)]
             yield f"in {name} {axis} splits {said[0]} in one and {said[1]} in the other; keep one of the two"
             return
     for token, axes in one.tokens.items():
@@ -108,11 +108,6 @@ def _axis_effect(axis: str, told: Directive) -> Token | str:
     """The effect of an axis: the token that it splits, or `PARTIAL` or `NOTHING`."""
     token = next((token for token, axes in told.tokens.items() if axis in axes), None)
     return token or (PARTIAL if axis in told.deferred else NOTHING)
-
-
-def _effect_text(what: Token | str, instance: Instance, names: FactorNames) -> str:
-    words = {NOTHING: "nothing", PARTIAL: "nothing, sums being partial,"}
-    return words[what] if isinstance(what, str) else names.of[instance.factor[what]]
 
 
 def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Directive, pinning: Pinning) -> Iterator[str]:

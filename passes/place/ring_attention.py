@@ -29,6 +29,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.place.batch import forward_instances
 from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.passes.place.written_out import written_out
 from meshc.passes.place.zigzag_values import has_halves
@@ -67,13 +68,13 @@ class Rings:
         if self.how == "gather":
             return {}
         for letter, passing in instance.rule.rings.items():
-            other, keys = passing.letter, passing.operands
+            other = passing.letter
             axes = {token: axes for token, axes in chosen.items() if token[0] == letter and set(axes) - SEQUENTIAL}
             if (other, 0) not in instance.size:
                 continue
             if not axes:
                 return self._apart(instance, passing, chosen, given)
-            lying = [_axis_positions(given(instance.values[number]), instance.operands[number], other) for number in keys]
+            lying = _lying(instance, passing, given)
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
                 continue  # every rank has all keys
             elsewhere = {axis for token, split in chosen.items() if token[0] != letter for axis in split}
@@ -82,8 +83,8 @@ class Rings:
                 self.refused[instance.node] = why
                 continue
             ring: dict[Token, tuple[str, ...]] = {(other, 0): axes[(letter, 0)]}
-            takes = self._seconds(instance, passing, {**chosen, **ring}, axes[(letter, 0)][0])
-            if self.how not in PASSING and min(takes, key=lambda way: takes[way]) == "gather":
+            takes = self._seconds(instance, passing, {**chosen, **ring}, ring[other, 0][0])
+            if self.how not in PASSING and min(takes, key=takes.__getitem__) == "gather":
                 self.slower.add(instance.node)
                 continue
             if takes["zigzag"] < (inf if self.how == "zigzag" else takes["ring"]):
@@ -94,7 +95,7 @@ class Rings:
     def _apart(self, instance: Instance, passing: RingLetter, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
         """The axis of keys that stay on their ranks while few queries are gathered, if that is faster."""
         taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
-        lying = [_axis_positions(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
+        lying = _lying(instance, passing, given)
         free = [{axis: place for axis, place in split.items() if axis not in taken} for split in lying]
         if not passing.apart or any(split != free[0] for split in free) or list(free[0].values()) != [0]:
             return {}
@@ -102,7 +103,7 @@ class Rings:
         split: dict[Token, tuple[str, ...]] = {(passing.letter, 0): (axis,)}
         device, ranks = devices_of(self.mesh).slowest(), self.sizes[axis]
         link = link_of(self.mesh, (axis,), device)
-        found = _RingFigures.of(instance, self.factors, self.sizes, passing, {**chosen, **split}, device, ranks)
+        found = self._figures(instance, passing, {**chosen, **split}, device, ranks)
 
         def message_seconds(kind: str, size: float) -> float:
             return device.collective_s + fastest(kind, ranks, size, link).seconds(link)
@@ -123,7 +124,7 @@ class Rings:
         keys = passing.operands
         device, ranks = devices_of(self.mesh).slowest(), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
-        found = _RingFigures.of(instance, self.factors, self.sizes, passing, split, device, ranks)
+        found = self._figures(instance, passing, split, device, ranks)
 
         def gather_seconds(kind: str, size: float) -> float:
             return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
@@ -154,6 +155,33 @@ class Rings:
         return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 
 
+    def _figures(self, instance: Instance, passing: RingLetter, split: Tokens, device: Device, ranks: int) -> _RingFigures:
+        operands, at = [*zip(instance.values, instance.operands, strict=True)], passing.operands[0]
+        (value, dims), (asked, rows) = operands[at], operands[at - 1]
+        made = records(value[0])[value[1]]
+        assert made.dtype is not None
+        tile, queries = self._tile(value, dims, split), self._tile(asked, rows, split)
+        whole, length = made.shape[2], records(asked[0])[asked[1]].shape[2]
+        causal, window, offset = shape_of_mask(instance.node)
+        seen = min(whole, window + tile[2]) if window else whole
+        large = prod(tile) * made.dtype.itemsize
+        return _RingFigures(
+            small=large * _unrepeated_fraction(value, self.factors),
+            large=large,
+            asked=prod(queries) * made.dtype.itemsize,
+            work_s=4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True),
+            joined_s=4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s,
+            steps=ring_steps(length, whole, tile[2], ranks, causal, window, offset),
+            balances=can_balance(length, whole, tile[2], causal, window, offset),
+            exchanges=not has_halves(instance, passing.letter, ranks),
+        )
+
+    def _tile(self, value: Value, dims: tuple[tuple[Token, ...], ...], split: Tokens) -> tuple[int, ...]:
+        """The local shape of an operand."""
+        whole = Sharding(tuple(tuple(Part("", self.factors.size[factor]) for factor in row) for row in self.factors.dims[value]))
+        return local_shape(sharding_by_tokens(whole, dims, split), self.sizes)
+
+
 @dataclass(frozen=True)
 class _RingFigures:
     """Figures of one rank: bytes of the keys that travel, before layout repeats them (`small`) and after (`large`), and of the queries
@@ -169,34 +197,6 @@ class _RingFigures:
     balances: bool
     exchanges: bool
 
-    @staticmethod
-    def of(
-        instance: Instance, factors: Factors, sizes: Mapping[str, int], passing: RingLetter, split: Tokens, device: Device, ranks: int
-    ) -> _RingFigures:
-        keys, letter = passing.operands, passing.letter
-        value, dims = instance.values[keys[0]], instance.operands[keys[0]]
-        asked, rows = instance.values[keys[0] - 1], instance.operands[keys[0] - 1]
-        made = records(value[0])[value[1]]
-        assert made.dtype is not None
-        tile, queries = _tile(value, dims, factors, sizes, split), _tile(asked, rows, factors, sizes, split)
-        whole, length = made.shape[2], records(asked[0])[asked[1]].shape[2]
-        causal, window, offset = shape_of_mask(instance.node)
-        steps_on = ring_steps(length, whole, tile[2], ranks, causal, window, offset)
-        seen = min(whole, window + tile[2]) if window else whole
-        large = prod(tile) * made.dtype.itemsize
-        work_s = 4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True)
-        joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
-        balances = can_balance(length, whole, tile[2], causal, window, offset)
-        asked_bytes = prod(queries) * made.dtype.itemsize
-        small, exchanges = large * _unrepeated_fraction(value, factors), not has_halves(instance, letter, ranks)
-        return _RingFigures(small, large, asked_bytes, work_s, joined_s, steps_on, balances, exchanges)
-
-
-def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:
-    """The local shape of an operand."""
-    whole = Sharding(tuple(tuple(Part("", factors.size[factor]) for factor in row) for row in factors.dims[value]))
-    return local_shape(sharding_by_tokens(whole, dims, split), sizes)
-
 
 def _unrepeated_fraction(value: Value, factors: Factors) -> float:
     """The fraction of a value's bytes before layout operators repeat them."""
@@ -207,11 +207,13 @@ def _unrepeated_fraction(value: Value, factors: Factors) -> float:
     return min(sizes) / max(1, sizes[0])
 
 
-def _axis_positions(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -> dict[str, int]:
-    """axis -> index of the letter's factor that the axis splits where the value is computed."""
-    if given is None:
-        return {}
-    return {axis: row[dim][place][1] for dim, place, part in given.parts() for axis in part.axes if row[dim][place][0] == letter}
+def _lying(instance: Instance, passing: RingLetter, given: Given) -> list[dict[str, int]]:
+    """For keys and values, axis -> index of the letter's factor that the axis splits where they are computed."""
+    pairs = [(given(instance.values[at]) or Sharding(), instance.operands[at]) for at in passing.operands]
+    return [
+        {axis: row[d][place][1] for d, place, part in lies.parts() for axis in part.axes if row[d][place][0] == passing.letter}
+        for lies, row in pairs
+    ]
 
 
 def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> str:
@@ -235,11 +237,9 @@ WRITTEN_OUT: Final = (
 def gathered_written_out(assignment: Assignment) -> list[Node]:
     """Attentions in several operators whose keys are split where they are computed and whose queries are split too."""
     found: list[Node] = []
-    for node, instance in assignment.factors.instances.items():
-        if "weighs" not in instance.rule.roles.values() or node not in assignment.chosen or records(node)[0].phase != "forward":
-            continue
-        around = written_out(instance, assignment.factors)
-        lies = assignment.given.get((node, 0))
-        if around is not None and lies is not None and len(lies.dims) > 1 and any(part.axes for part in lies.dims[-2]):
-            found.append(node)
+    for instance in forward_instances(assignment.factors):
+        node, lies = instance.node, assignment.given.get((instance.node, 0))
+        if "weighs" in instance.rule.roles.values() and node in assignment.chosen and written_out(instance, assignment.factors) is not None:
+            if lies is not None and len(lies.dims) > 1 and any(part.axes for part in lies.dims[-2]):
+                found.append(node)
     return found

@@ -8,10 +8,8 @@ store clauses. An axis that a line names splits nothing else of the tensor.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -24,6 +22,7 @@ from meshc.passes.phases.placed_model import PlacedModel, Slots
 from meshc.passes.place.storage import CLAUSE
 from meshc.plan.entries import StoreLine
 from meshc.plan.plan import contradictions
+from meshc.plan.plan_faults import did_you_mean
 
 Stored = Mapping[tuple[str, str], Slots]
 """(parameter, kind: parameter, gradient or state) -> axes of its dims by the lines."""
@@ -31,43 +30,35 @@ STAGES_STORE: Final = ": what a stage needs lies on its ranks"
 """Why the pipeline axis splits no storage."""
 
 
-@dataclass
-class _ResolvedLines:
-    slots: dict[tuple[str, str], dict[tuple[int, int], tuple[str, ...]]] = field(default_factory=dict)
-    lines: dict[tuple[str, str], list[StoreLine]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-
 def store_lines(placed: PlacedModel, names: FactorNames) -> tuple[Stored, list[str]]:
     """The storage by the plan's store lines, and every fault, each naming the lines of the plan. `names`: factor names, with those from
     pins."""
-    found = _ResolvedLines()
+    found = defaultdict[tuple[str, str], dict[tuple[int, int], tuple[str, ...]]](dict)
+    lines = defaultdict[tuple[str, str], list[StoreLine]](list)
+    faults: list[str] = []
     parameters = {name_of(key): (node, 0) for key, node in placed.joint.placeholders().items() if kind_of(key) == "parameter"}
     for line in captured_lines(placed.plan.stores, placed.depth):
         matches = [name for name in parameters if line.matches(name)]
         if not matches:
-            close = get_close_matches(line.pattern, parameters, 3, 0.4)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            found.faults.append(f"{line.where}: no parameter is called {line.pattern!r}{hint}")
+            faults.append(f"{line.where}: no parameter is called {line.pattern!r}{did_you_mean(line.pattern, parameters)}")
         for name in matches:
             row = placed.factors.dims[parameters[name]]
             if len(row) != len(line.dims):
-                found.faults.append(f"{line.where}: {name} has {len(row)} dims, the line has {len(line.dims)}")
+                faults.append(f"{line.where}: {name} has {len(row)} dims, the line has {len(line.dims)}")
                 continue
             slots, fault = _slots(line, name, row, placed, names)
             if fault:
-                found.faults.append(f"{line.where}: {fault}")
+                faults.append(f"{line.where}: {fault}")
                 continue
             for kind in (kind for kind, said in CLAUSE.items() if said in line.kinds):
-                others = found.lines.setdefault((name, kind), [])
-                found.faults += contradictions([*others, line]) if others else []
-                others.append(line)
-                merged = found.slots.setdefault((name, kind), {})
-                merged.update(slots)
+                others, merged = lines[name, kind], found[name, kind]
+                faults += contradictions([*others, line]) if others else []
+                merged |= slots
                 twice = [axis for axis, times in Counter(axis for axes in merged.values() for axis in axes).items() if times > 1]
-                if twice and len(others) > 1:
-                    found.faults.append(f"{others[-2].where} and {line.where}: together they split two factors of {name} by {twice[0]}")
-    return found.slots, list(dict.fromkeys(found.faults))
+                if twice and others:
+                    faults.append(f"{others[-1].where} and {line.where}: together they split two factors of {name} by {twice[0]}")
+                others.append(line)
+    return dict(found), list(dict.fromkeys(faults))
 
 
 def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed: PlacedModel, names: FactorNames) -> tuple[Slots, str]:
@@ -76,7 +67,8 @@ def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed:
     for dim, (wanted, factors) in enumerate(zip(line.dims, row, strict=True)):
         left = list(range(len(factors)))  # of two factors of one name (halves that rotate) the first mention is the first
         for part in wanted.factors:
-            place = next((p for p in left if _has_name(names, factors[p], part.factor)), None)
+            named = [(p, name) for p in left for name in {*names.also[factors[p]], names.of[factors[p]]}]
+            place = next((p for p, name in named if fnmatchcase(name, part.factor)), None)
             if place is None:
                 have = " * ".join(names.of[factor] for factor in factors) or "1"
                 again = "no factor" if len(left) == len(factors) else "no further factor"
@@ -88,10 +80,6 @@ def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed:
             if fault:
                 return {}, f"{part.factor} of {name} {fault}"
     return chosen, ""
-
-
-def _has_name(names: FactorNames, factor: int, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in {*names.also[factor], names.of[factor]})
 
 
 def too_many(axes: Sequence[str], size: int, placed: PlacedModel, how: str = "stored split", why: str = STAGES_STORE) -> str:

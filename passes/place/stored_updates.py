@@ -80,9 +80,7 @@ def state_storage(whole: Sharding, mine: tuple[tuple[int, ...], ...], storage: S
     """
     if len(mine) != len(theirs):
         return whole
-    found = whole
-    for dim, (own, other) in enumerate(zip(mine, theirs, strict=True)):
-        if own == other:
-            for position, part in enumerate(storage.dims[dim]):
-                found = found.with_axes(dim, position, part.axes)
-    return found
+    for dim, position, part in storage.parts():
+        if mine[dim] == theirs[dim]:
+            whole = whole.with_axes(dim, position, part.axes)
+    return whole

@@ -11,8 +11,8 @@ The assignment whose exchanges are fewest bytes is a minimum cut between the two
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -49,9 +49,9 @@ class _Along:
 
 def assign_zigzag(assignment: Assignment, graph: Graph) -> Assignment:
     """The assignment with zigzag order recorded in the shardings of values."""
-    rings: dict[_Along, list[Node]] = defaultdict(list)
-    for node in (node for node in assignment.chosen if node in assignment.zigzag):
-        if (along := _along(assignment, node)) is not None:
+    rings = defaultdict[_Along, list[Node]](list)
+    for node in assignment.chosen:
+        if node in assignment.zigzag and (along := _along(assignment, node)) is not None:
             rings[along].append(node)
     for along, attentions in rings.items():
         assignment = _Ordering(assignment, graph, along).choose_order(attentions)
@@ -94,12 +94,11 @@ class _Ordering:
         """The assignment with zigzag order, given that these attentions need it."""
         free = [node for node in self.assignment.chosen if node in attentions or self._any_order(self.factors.instances[node])]
         place = {node: index + ENDS for index, node in enumerate(free)}
-        bytes_of: dict[tuple[int, int], int] = {}
+        bytes_of = Counter[tuple[int, int]]()
         for value, sharding, reader in self._reads():
             ends = place.get(value[0], 1), place.get(reader, 1) if reader is not None else 1
             if ends[0] != ends[1]:
-                key = min(ends), max(ends)
-                bytes_of[key] = bytes_of.get(key, 0) + self._bytes(value, sharding)
+                bytes_of[min(ends), max(ends)] += self._bytes(value, sharding)
         wanted = {place[node] for node in attentions}
         natural = answer(partial(_natural, tuple(bytes_of), frozenset(wanted), len(free) + ENDS), *bytes_of.values())
         return self._rewrite({node for node in free if place[node] not in natural})
@@ -142,8 +141,7 @@ class _Ordering:
                 yield from self._sources(operand, lies)
 
     def _splits(self, value: Value, sharding: Sharding) -> bool:
-        rows = zip(self.factors.dims[value], sharding.dims, strict=True)
-        return any(self._is_along(factor, part) for row, parts in rows for factor, part in zip(row, parts, strict=True))
+        return any(self._is_along(self.factors.dims[value][dim][position], part) for dim, position, part in sharding.parts())
 
     def _is_along(self, factor: int, part: Part) -> bool:
         return factor == self.along.factor and self._begins(part.axes)
@@ -155,19 +153,20 @@ class _Ordering:
 
     def _bytes(self, value: Value, sharding: Sharding) -> int:
         dtype = records(value[0])[value[1]].dtype
-        for dim, position, part in list(sharding.parts()):
-            if self._is_along(self.factors.dims[value][dim][position], part):
-                sharding = sharding.with_axes(dim, position, part.axes[:1])  # halves of that tile are exchanged
+        sharding = self._with_axes(value, sharding, lambda axes: axes[:1])  # halves of that tile are exchanged
         return prod(local_shape(sharding, self.assignment.sizes)) * (1 if dtype is None else dtype.itemsize)
 
     def _any_order(self, instance: Instance) -> bool:
         """Whether an operator that computes may do so in either order."""
-        node, axis = instance.node, self.along.axis
-        split = {token: axes for token, axes in self.assignment.chosen[node].items() if axis in axes}
-        mine = [token for token, axes in split.items() if instance.factor[token] == self.along.factor and self._begins(axes)]
+        node, chosen = instance.node, self.assignment.chosen[instance.node]
+        split, mine = {token for token, axes in chosen.items() if self.along.axis in axes}, self._mine(instance, chosen)
         if not mine or len(mine) != len(split) or node in self.assignment.rings or node in self.assignment.turns:
             return False
         return in_any_order(instance, mine)
+
+    def _mine(self, instance: Instance, axes: Mapping[Token, tuple[str, ...]]) -> list[Token]:
+        """The tokens of the factor that the axis splits first."""
+        return [token for token, each in axes.items() if instance.factor[token] == self.along.factor and self._begins(each)]
 
     def _rewrite(self, nodes: set[Node]) -> Assignment:
         """The assignment with these nodes, their operands and their results in zigzag order."""
@@ -178,23 +177,25 @@ class _Ordering:
             chosen[node] = self._tokens(instance, chosen[node])
             if node in rings:
                 rings[node] = self._tokens(instance, rings[node])
-            wanted[node] = tuple(
-                self._sharding(value, want) for value, want in zip(instance.values, wanted[node], strict=True)
-            )
+            wanted[node] = tuple(map(self._sharding, instance.values, wanted[node]))
             for index in range(len(instance.results)):
                 lies = given.get((node, index))
-                given[node, index] = None if lies is None else self._sharding((node, index), lies)
+                given[node, index] = lies and self._sharding((node, index), lies)
         sizes = {**found.sizes, zigzag(axis): found.sizes[axis]}
         return replace(found, chosen=chosen, rings=rings, wanted=wanted, given=given, sizes=sizes)
 
     def _tokens(self, instance: Instance, axes: Mapping[Token, tuple[str, ...]]) -> dict[Token, tuple[str, ...]]:
-        mine = {token for token, each in axes.items() if instance.factor[token] == self.along.factor and self._begins(each)}
+        mine = self._mine(instance, axes)
         return {token: (zigzag(self.along.axis), *each[1:]) if token in mine else each for token, each in axes.items()}
 
     def _sharding(self, value: Value, sharding: Sharding) -> Sharding:
+        return self._with_axes(value, sharding, lambda axes: (zigzag(self.along.axis), *axes[1:]))
+
+    def _with_axes(self, value: Value, sharding: Sharding, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Sharding:
+        """The sharding with the axes changed where the axis splits the factor first."""
         for dim, position, part in list(sharding.parts()):
             if self._is_along(self.factors.dims[value][dim][position], part):
-                sharding = sharding.with_axes(dim, position, (zigzag(self.along.axis), *part.axes[1:]))
+                sharding = sharding.with_axes(dim, position, change(part.axes))
         return sharding
 
 

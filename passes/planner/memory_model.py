@@ -29,7 +29,7 @@ import numpy as np
 from torch.fx import Node
 
 from meshc.ir import calls, records
-from meshc.passes.depth.counts import counts_of
+from meshc.passes.depth.blocks import counts_of
 from meshc.passes.memory.policies import BY_BUDGET, layer_of, policy_of
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed_model import PlacedModel

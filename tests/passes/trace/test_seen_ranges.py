@@ -69,7 +69,7 @@ def followed(mask: Callable[[], Tensor]) -> tuple[Tensor, SeenRanges, torch.fx.N
 
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_what_its_ranges_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshc.passes.trace.known_values.LARGEST", 100)  # rows and columns are known, masks are not
+    monkeypatch.setattr("meshc.passes.trace.fold_masks.LARGEST", 100)  # rows and columns are known, masks are not
     value, ranges, node = followed(MASKS[name])
     found = ranges.of(node)
     assert (found is None) == (name in NOT_KNOWN)
