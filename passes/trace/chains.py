@@ -1,4 +1,4 @@
-"""Matching helpers for chains of calls in a torch-level graph: nodes, their single readers, sets of equivalent targets.
+"""Queries of a torch-level graph: traced values, calls run again, and matching of chains of calls by sets of equivalent targets.
 
     x = only(node_of(call.args[0]));  need(x.target in MATMULS)         raises PatternMismatch where the pattern does not match
 
@@ -8,8 +8,11 @@ Values inside a pattern may have no other reader: a model that also returns its 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 functional = torch.nn.functional
@@ -29,6 +32,23 @@ READ: frozenset[object] = frozenset((
 """Calls whose arguments patterns read by position."""
 IDLE: tuple[object, ...] = ("to", "type_as", "float", "contiguous")
 """Calls that change at most the dtype."""
+
+
+def attribute(node: Node, module: nn.Module) -> Any:
+    """What a `get_attr` node of a module's graph reads."""
+    return operator.attrgetter(str(node.target))(module)
+
+
+def traced_value(node: Node, module: nn.Module) -> Any:
+    """The value of a node in the trace of a module; None if the trace has none."""
+    found = node.meta.get("example_value", node.meta.get("val"))
+    return attribute(node, module) if found is None and node.op == "get_attr" else found
+
+
+def run_call(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a node's call on other arguments."""
+    target: Any = node.target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 class PatternMismatch(Exception):

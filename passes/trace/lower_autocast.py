@@ -19,10 +19,11 @@ Runs right after capture, because later passes replace torch's functions by oper
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -31,18 +32,27 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
-from meshc.frontend.autocast_policy import Region, eligible, inner_region
+from meshc.frontend.autocast_policy import (
+    DISPATCH_KEYS,
+    INSIDE,
+    POLICIES,
+    Policy,
+    Region,
+    eligible,
+    inner_region,
+    operand_dtype,
+)
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.frontend.traced_gradients import GRADIENT
 from meshc.ir import trees
-from meshc.ir.functions import Keywords, Target
+from meshc.ir.functions import Function, Keywords, Target
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.autocast_calls import WHOLE, AtenCallRecorder, AutocastRefused, Casts, tensors, trace
+from meshc.passes.trace.chains import attribute, run_call, traced_value
 from meshc.passes.trace.checkpoint_regions import CHECKPOINT
 from meshc.passes.trace.raise_flex import FLEX
-from meshc.private import FakeTensor, FakeTensorMode
+from meshc.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _ANYWHERE: Final = "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
@@ -66,8 +76,7 @@ def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     """
     if not any(_has_region(module) for module in traced.module.modules() if isinstance(module, GraphModule)):
         return traced
-    entered = placeholders(traced.module.graph)
-    inputs = [node.meta.get("example_value", node.meta.get("val")) for node in entered]  # an unused one has only "val"
+    inputs = [traced_value(node, traced.module) for node in placeholders(traced.module.graph)]
     lowering = AutocastLowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.lower_graph(inputs, [])
@@ -129,10 +138,12 @@ class AutocastLowering:
                     self.casts.of_leaf.clear()
             else:
                 self._at(node, self._call, node, stack)
-                self._retype(node)
-        for target in (EXIT, ENTER):
-            for node in self.graph.find_nodes(op="call_function", target=target):
-                self.graph.erase_node(node)
+                old, new = node.meta.get("example_value"), self.values[node]
+                if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype != new.dtype:
+                    node.meta["example_value"] = new
+                    self.retyped.add(old.dtype)
+        for node in [node for target in (EXIT, ENTER) for node in self.graph.find_nodes(op="call_function", target=target)]:
+            self.graph.erase_node(node)
         self.graph.lint()
         self.module.recompile()
         return result
@@ -149,54 +160,54 @@ class AutocastLowering:
         return map_arg(argument, lambda node: self.values[node])
 
     def _attribute(self, node: Node) -> object:
-        value: object = operator.attrgetter(str(node.target))(self.module)
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            return self.fake_mode.from_tensor(value)
-        return value
+        value: object = attribute(node, self.module)
+        return self.fake_mode.from_tensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
 
     def _call(self, node: Node, stack: list[Region]) -> None:
         region = stack[-1] if stack and stack[-1].enabled else None
-        args, kwargs = self._value(node.args), self._value(node.kwargs)
+        args, kwargs = self._value((node.args, node.kwargs))
         if node.target is CHECKPOINT:
             self.bodies.append(AutocastLowering(args[0], self.fake_mode, self.device))
             self.values[node] = self.bodies[-1].lower_graph(args[1:], stack)
         elif node.target is GRADIENT:
             if region:
                 raise AutocastRefused(_GRADIENT_WITHIN)
-            self.values[node] = _gradients(node, self._value(node.args[1]))
+            # fake gradients: in the shapes of the trace and the dtypes of the inputs here, since autograd is off
+            pairs = zip(node.meta["example_value"], [args[1]] if isinstance(args[1], Tensor) else args[1], strict=True)
+            self.values[node] = [one if one is None else one.to(x.dtype) for one, x in pairs]
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             if region and node.target is FLEX:
                 args, region = (*self._flex(node, args[:3], region), *args[3:]), None
             if region or any(_has_region(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
                 raise AutocastRefused("of the operators that take functions, meshc lowers autocast in checkpoint only")
-            self.values[node] = _apply(node, args, kwargs)
+            self.values[node] = run_call(node, args, kwargs)
         elif region is None:
-            self.values[node] = _apply(node, args, kwargs)
+            self.values[node] = run_call(node, args, kwargs)
         else:
             with AtenCallRecorder(region.device, region, self.casts) as watch:
-                self.values[node] = _apply(node, args, kwargs)
+                self.values[node] = run_call(node, args, kwargs)
             if watch.made and not self._hoist(node, watch, args, kwargs):
                 self._expand(node, watch)
 
     def _flex(self, node: Node, operands: Sequence[Tensor], region: Region) -> list[Tensor]:
         """torch casts queries, keys and values of flex_attention; its score functions run outside the region."""
-        cast = []
-        for used, value in zip(node.args[:3], operands, strict=True):
+        args, values = [*node.args], [*operands]
+        for place, value in enumerate(operands):
+            used = args[place]
             assert isinstance(used, Node)
             if eligible(value.dtype) and value.dtype != region.dtype:
-                value = self.casts.make(value, region.dtype, region)
-                used = self._cast_node(value, used, node)
-            cast.append((used, value))
-        node.args = (*(used for used, _ in cast), *node.args[3:])
-        return [value for _, value in cast]
+                values[place] = self.casts.make(value, region.dtype, region)
+                args[place] = self._cast_node(values[place], used, node)
+        node.args = tuple(args)
+        return values
 
     def _hoist(self, node: Node, watch: AtenCallRecorder, args: Sequence[object], kwargs: Keywords) -> bool:
         """Puts the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
         operands = tensors((args, kwargs))
         uses = Counter(map(id, operands))
-        made: dict[int, list[Tensor]] = {}
+        made = defaultdict[int, list[Tensor]](list)
         for cast in {id(cast): cast for cast in watch.made}.values():
-            made.setdefault(id(self.casts.source[id(cast)]), []).append(cast)
+            made[id(self.casts.source[id(cast)])].append(cast)
         if any(len(casts) not in (1, uses[source]) for source, casts in made.items()):
             return False  # cast several times inside, and each cast has a gradient of its own
 
@@ -207,7 +218,7 @@ class AutocastLowering:
         cast_args, cast_kwargs = trees.map_leaves(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
         try:
             with AtenCallRecorder(watch.device, None, self.casts) as plain:
-                result = _apply(node, cast_args, cast_kwargs)
+                result = run_call(node, cast_args, cast_kwargs)
         except (RuntimeError, TypeError, ValueError):
             return False
         first = {id(operand): position for position, operand in reversed(list(enumerate(operands)))}
@@ -229,7 +240,7 @@ class AutocastLowering:
             rewired: Argument = trees.map_leaves(leaf_argument, self.values[used])
             return rewired
 
-        node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), argument)
         return True
 
     def _expand(self, node: Node, watch: AtenCallRecorder) -> None:
@@ -260,8 +271,7 @@ class AutocastLowering:
                 user.replace_all_uses_with(part)
                 self._erase(user)
             elif isinstance(structure, (Node, tuple, list)) and user.target is not getattr:
-                user.args = map_arg(user.args, lambda used: structure if used is node else used)
-                user.kwargs = map_arg(user.kwargs, lambda used: structure if used is node else used)
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda used: structure if used is node else used)
             else:
                 raise AutocastRefused("its result is used in a way that meshc does not know")
         self._erase(node)
@@ -301,12 +311,6 @@ class AutocastLowering:
         self.emitted.add(node)
         return node
 
-    def _retype(self, node: Node) -> None:
-        old, new = node.meta.get("example_value"), self.values[node]
-        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype != new.dtype:
-            node.meta["example_value"] = new
-            self.retyped.add(old.dtype)
-
     def notes(self) -> list[str]:
         """Lines of the model that seem to read a tensor's dtype, in a graph where tensors had other dtypes as traced than on the device."""
         found = [note for body in self.bodies for note in body.notes()]
@@ -321,13 +325,135 @@ class AutocastLowering:
         return list(dict.fromkeys(found))
 
 
-def _gradients(node: Node, inputs: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
-    """Fake gradients: in the shapes of the trace and the dtypes of the inputs here. Autograd is off."""
-    of = [inputs] if isinstance(inputs, Tensor) else inputs
-    return [one if one is None else one.to(x.dtype) for one, x in zip(node.meta["example_value"], of, strict=True)]
+# ATen calls of a torch-level call, recorded at the level of torch's autocast, with the casts of their operands.
+#
+# A `TorchDispatchMode` below autograd sees the same operators as autocast's dispatch key above it, if it decomposes, by torch's own
+# kernels, each composite that is not on the device's list. A listed operator is not decomposed, as in torch.
 
 
-def _apply(node: Node, args: Sequence[object], kwargs: Keywords) -> object:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+WHOLE: dict[str, Function] = {
+    "aten::dropout": torch.dropout,
+    "aten::feature_dropout": torch.feature_dropout,
+    "aten::alpha_dropout": torch.alpha_dropout,
+    "aten::feature_alpha_dropout": torch.feature_alpha_dropout,
+    "aten::scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+}
+"""Composites that are not decomposed, because later passes know them by these names."""
+
+
+@dataclass
+class AtenCall:
+    """One ATen call with its fake operands (after their casts) and results."""
+
+    function: OpOverload
+    args: Sequence[object]
+    kwargs: Keywords
+    out: object
+
+
+@dataclass
+class Casts:
+    """The casts of a graph so far, by ids of fake tensors, which `alive` keeps alive."""
+
+    source: dict[int, Tensor] = field(default_factory=dict)
+    node: dict[int, Node] = field(default_factory=dict)
+    of_leaf: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def make(self, tensor: Tensor, dtype: torch.dtype, region: Region) -> Tensor:
+        """torch's `cached_cast`: float32 leaves that require a gradient share one cast to the region's dtype."""
+        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        shared = leaf and region.cache and dtype == region.dtype
+        if shared and (id(tensor), dtype) in self.of_leaf:
+            return self.of_leaf[id(tensor), dtype]
+        cast = tensor.to(dtype)
+        self.source[id(cast)] = tensor
+        self.alive += [tensor, cast]
+        if shared:
+            self.of_leaf[id(tensor), dtype] = cast
+        return cast
+
+
+class AtenCallRecorder(TorchDispatchMode):
+    """Records the ATen calls of a torch-level call; with a region, casts their operands as torch would."""
+
+    def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
+        super().__init__()
+        self.device, self.region, self.casts = device, region, casts
+        self.calls: list[AtenCall] = []
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None
+    ) -> object:
+        kwargs, name = kwargs or {}, function.name()
+        if function.namespace == "prim":  # a query (`prim::device`), no call
+            return function(*args, **kwargs)
+        policy = _policy(self.device, name)
+        if policy is None and name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if self.region is not None and policy is not None:
+            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
+        elif self.region is not None and name in INSIDE[self.device]:
+            before = len(self.made)
+            self._cast(name, INSIDE[self.device][name], self.region, args, kwargs)
+            if len(self.made) > before:
+                raise AutocastRefused(f"torch casts inside the kernel of {name}, where autograd does not see it")
+        out = function(*args, **kwargs)
+        self.calls.append(AtenCall(function, args, kwargs, out))
+        return out
+
+    def _cast(
+        self, name: str, policy: Policy, region: Region, args: Sequence[object], kwargs: Keywords
+    ) -> tuple[Sequence[object], Keywords]:
+        leaves = trees.leaves((args, kwargs))
+        dtypes = [leaf.dtype for leaf in tensors(leaves) if eligible(leaf.dtype)]
+        try:
+            dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
+        except ValueError as error:
+            raise AutocastRefused(f"{name}: {error}") from None
+
+        def cast(leaf: object) -> object:
+            if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
+                return leaf
+            self.made.append(self.casts.make(leaf, dtype, region))
+            return self.made[-1]
+
+        casted: tuple[Sequence[object], Keywords] = trees.map_leaves(cast, (args, kwargs))
+        return casted
+
+
+class AutocastRefused(Exception):
+    """Why a call of a region cannot be lowered."""
+
+
+@functools.cache
+def _policy(device: str, name: str) -> Policy | None:
+    policy = POLICIES[device].get(name)
+    if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
+        raise AutocastRefused(f"{name} has an autocast rule for {device} that meshc does not know")
+    return policy
+
+
+def tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in trees.leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def trace(watch: AtenCallRecorder, operands: list[Tensor], names: list[int], result: object) -> list[object]:
+    """The ATen calls of a call, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
+    name_of: dict[int, object] = dict(zip(map(id, operands), names, strict=True))
+
+    def name(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
+        if id(source) not in name_of:
+            raise AutocastRefused("it uses a tensor that is no operand")
+        return name_of[id(source)], leaf.dtype
+
+    rows: list[object] = []
+    for number, call in enumerate(watch.calls):
+        rows.append((call.function.name(), [*map(name, trees.leaves((call.args, call.kwargs)))]))
+        name_of |= {id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))}
+    return [*rows, [*map(name, trees.leaves(result))]]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +29,7 @@ from meshc.frontend.inner_transforms import within_transforms
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
 from meshc.ops.signatures import arguments_for, bind_arguments, signatures
+from meshc.passes.trace.chains import run_call, traced_value
 
 LIES: Final = ("out", "device", "layout", "pin_memory", "memory_format", "requires_grad", "names", "generator")
 """Arguments for a result's device and layout, and for the generator: the program decides these. Visible effects are compared."""
@@ -87,16 +87,13 @@ class StandIns:
 
     def _run_node(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._example)
-        target: Any = node.target
         with self.model.fake_mode, torch.no_grad(), torch._C._DisableAutocast(), double_by_default(self.model.double):
-            return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+            return run_call(node, args, kwargs)
 
     def _example(self, node: Node) -> Any:
         """The value of a node in the trace."""
-        found = node.meta.get("example_value", node.meta.get("val"))
-        if found is not None:
-            return found
-        return operator.attrgetter(str(node.target))(self.model.module) if node.op == "get_attr" else self._run_node(node)
+        found = traced_value(node, self.model.module)
+        return self._run_node(node) if found is None else found
 
     def _describe_value(self, value: object) -> str:
         if not isinstance(value, Tensor):
