@@ -239,7 +239,7 @@ class _CallRecorder(TorchFunctionMode):
             given = self._plain_data((args, kwargs), tensors)
             what, origins = (_function_identity(function), given, _state()), tuple(map(self.origin, tensors))  # before it writes into them
             key = self._key(function, name, kwargs, what, tensors)
-            result = self._find_result(key)
+            result = self.known[key]() if key in self.known else None
         if result is None:
             result = function(*args, **kwargs)
             self._store_result(key, result)
@@ -256,26 +256,22 @@ class _CallRecorder(TorchFunctionMode):
 
     def _key(self, function: Any, name: str, kwargs: Any, what: tuple[Any, ...], of: Sequence[torch.Tensor]) -> object:
         """The memoisation key of a call; None if it has none. It has one if the function is torch's own, writes nothing and takes meta
-        tensors only: where the same call has returned one tensor before, an empty tensor like that is its result, and equal layers make
-        the same calls."""
+        tensors and hashable arguments only: where the same call has returned one tensor before, an empty tensor like that is its result,
+        and equal layers make the same calls."""
         own = isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")
         if not own or _writes(name) or "out" in kwargs:
             return None
         if not of or any(type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "meta" for one in of):
             return None
-        return what, tuple((one.stride(), one.storage_offset()) for one in of)
-
-    def _find_result(self, key: object) -> torch.Tensor | None:
         try:
-            known = self.known.get(key)
-        except TypeError:  # an unhashable argument
+            hash(what)
+        except TypeError:
             return None
-        return None if known is None else known()
+        return what, tuple((one.stride(), one.storage_offset()) for one in of)
 
     def _store_result(self, key: object, result: object) -> None:
         if key is not None and type(result) is torch.Tensor and id(result) not in self.origins and result.device.type == "meta":
-            with contextlib.suppress(TypeError):
-                self.known[key] = partial(_empty_like_result, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
+            self.known[key] = partial(_empty_like_result, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
 
     def _rows(self) -> list[Any]:
         return self.log.outside if self.at is None else self.log.layers[self.at]

@@ -46,8 +46,12 @@ def prove(request: Request, whole_ends: bool = False) -> Depth | None:
     lists = [*_lists(request.module)]
     if not lists or request.dynamic:
         return None
+
+    def layers_of(log: Log, said: LayerSettings) -> dict[str, Layers]:
+        return {path: Layers(path, [*request.module.get_submodule(path).children()], log, said) for path in lists}
+
     whole, said = _log(request, lists, "its code does what tensors without values cannot"), LayerSettings(request)
-    faces = {path: Layers(path, [*request.module.get_submodule(path).children()], whole, said) for path in lists}
+    faces = layers_of(whole, said)
     runs = {path: layers.runs(whole_ends) for path, layers in faces.items()}
     runs = {path: found for path, found in runs.items() if any(run.left_out for run in found)}
     if not runs:
@@ -58,7 +62,7 @@ def prove(request: Request, whole_ends: bool = False) -> Depth | None:
     depth = Depth(stretches, captured, whole.output)
     with slice_layers(request.module, depth):
         part = _log(request, lists, "its code does not go over its lists alone: with fewer layers in them it raises")
-        cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said.among(depth)) for path in lists}
+        cut = layers_of(part, said.among(depth))
     numbers = {path: _numbers(found) for path, found in runs.items()}
     numbers |= {path: {number: number for number in range(len(layers.faces))} for path, layers in faces.items() if path not in runs}
     _compare_layers(faces, cut, numbers)
@@ -104,19 +108,15 @@ def _numbers(runs: list[LayerRun]) -> dict[int, int]:
     """The layers that are not left out, counted from both ends of each run: number in the list -> number among the captured ones."""
     found: dict[int, int] = {}
     for run, first in _captured_first(runs):
-        for place in range(run.layers):
-            if not run.left_out or place < run.seam:
-                found[run.first + place] = first + place
-            elif place >= run.seam + run.left_out:
-                found[run.first + place] = first + place - run.left_out
+        kept = [place for place in range(run.layers) if not run.seam <= place < run.seam + run.left_out]
+        found |= {run.first + place: number for number, place in enumerate(kept, first)}
     return found
 
 
 def _stretches(path: str, runs: list[LayerRun]) -> Iterator[Stretch]:
     for run, first in _captured_first(runs):
         if run.left_out:
-            behind = run.layers - run.left_out - run.seam - run.period
-            yield Stretch(path, first, run.period, run.blocks, run.ends, behind)
+            yield Stretch(path, first, run.period, run.blocks, run.ends, behind=run.layers - run.left_out - run.seam - run.period)
 
 
 def _captured_first(runs: list[LayerRun]) -> Iterator[tuple[LayerRun, int]]:
@@ -156,10 +156,8 @@ def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
                     f"outside the layers {_call_name(mine)} reads {_origin_text(x)}, and {_origin_text(y)} where there are fewer of them"
                 )
     if len(whole.outside) != len(part.outside):
-        longer = max(whole.outside, part.outside, key=len)
-        raise Unequal(
-            f"outside the layers {_call_name(longer[min(len(whole.outside), len(part.outside))])} is called once for each of them"
-        )
+        shorter, longer = sorted((whole.outside, part.outside), key=len)
+        raise Unequal(f"outside the layers {_call_name(longer[len(shorter)])} is called once for each of them")
     calls = [((path, numbers[path][number]), rows) for (path, number), rows in whole.calls if number in numbers[path]]
     if calls != part.calls:
         raise Unequal("the layers are not called in their order, once each")

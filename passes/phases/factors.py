@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from meshc.ir import Record, records
+
 if TYPE_CHECKING:  # who holds a request needs no rules
     from meshc.rules.rule import Rule
 
 Token = tuple[str, int]
 Value = tuple[Node, int]
+
+
+def record_of(value: Value) -> Record:
+    return records(value[0])[value[1]]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from torch.fx import Graph, Node
 
-from meshc.ir import is_getitem, records
+from meshc.ir import is_getitem, local_bytes
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
@@ -28,7 +28,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices, Directive
 from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factor_names import FactorNames
-from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.phases.factors import Factors, Instance, Token, Value, record_of
 from meshc.passes.phases.placed_model import Pins
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
@@ -262,7 +262,8 @@ class Propagator:
                 continue
             if interest.leaves(rank, size, self.sizes[axis] * prod(counts)):
                 continue
-            split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes and axes.get(axis) == token)
+            alike = [value for value, axes in zip(instance.values, lying, strict=True) if axes and axes.get(axis) == token]
+            split = sum(local_bytes(record_of(value)) for value in alike)
             summed = any(token in sums for sums in instance.sums)
             keys[rank, tile_sizes(size, counts)[-1] < self.sizes[axis], -split, summed, position] = token
         return keys[min(keys)] if keys else None
@@ -323,11 +324,6 @@ def batch_place(names: FactorNames, rows: Sequence[Sequence[int]]) -> tuple[int,
 def _without(sharding: Sharding, axes: Collection[str]) -> Sharding:
     dims = tuple(tuple(replace(p, axes=tuple(a for a in p.axes if a not in axes)) for p in parts) for parts in sharding.dims)
     return Sharding(dims)
-
-
-def _bytes(value: Value) -> int:
-    found = records(value[0])[value[1]]
-    return prod(found.shape) * (found.dtype.itemsize if found.dtype else 0)
 
 
 # The factor along which a head runs in chunks, and the tokens of its operators that are cut.

@@ -99,12 +99,11 @@ def stored_split(
 def _place(base: Sharding, axes: Sequence[str], sizes: Mapping[str, int], held: Collection[Place]) -> Place | None:
     """The part to split: a dim's major factor if its size divides, else one with padding, else an inner one; None if nothing is left to
     split."""
-    choices = []
     count = prod(sizes[axis] for axis in axes)
-    for dim, position, part in base.parts():
-        size = local_size(part, sizes)
-        if size >= 2 and (dim, position) not in held:
-            choices.append((bool(part.axes), size % count != 0, position != 0, size < count, dim, position))
+    choices = [
+        (bool(part.axes), size % count != 0, position != 0, size < count, dim, position) for dim, position, part in base.parts()
+        if (size := local_size(part, sizes)) >= 2 and (dim, position) not in held
+    ]  # fmt: skip
     return min(choices)[-2:] if choices else None
 
 

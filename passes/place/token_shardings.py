@@ -12,7 +12,10 @@ from meshc.passes.phases.factors import Instance, Token
 def sharding_by_tokens(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
     """The sharding of an operand or result whose dims have the tokens `dims`."""
     rows = tuple(
-        tuple(split_part(part, chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
+        tuple(
+            part if part.axes == (axes := chosen.get(token, ())) else Part(part.factor, part.size, axes)
+            for part, token in zip(parts, tokens, strict=True)
+        )
         for parts, tokens in zip(whole.dims, dims, strict=True)
     )
     return Sharding(rows)
@@ -22,10 +25,6 @@ def axes_by_token(sharding: Sharding, dims: tuple[tuple[Token, ...], ...]) -> di
     """The axes of each token of an operand or result whose dims have the tokens `dims`."""
     rows = zip(sharding.dims, dims, strict=True)
     return {token: part.axes for parts, tokens in rows for part, token in zip(parts, tokens, strict=True)}
-
-
-def split_part(part: Part, axes: tuple[str, ...]) -> Part:
-    return part if part.axes == axes else Part(part.factor, part.size, axes)
 
 
 def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
