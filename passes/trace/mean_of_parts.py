@@ -61,11 +61,11 @@ def find_parts(whole: PlacedModel, request: Request) -> MicrobatchSplit:
         if port.kind == "input"
     )
     draws = _draws(whole.graph)
-    for node in draws.values():
+    for _, node in draws:
         if any(factor in classes for row in whole.factors.dims[node, 0] for factor in row[1:]):
             place = records(node)[0].source
             raise _unordered_error(f"the random call at {place} draws with the batch inside a dim, not at its beginning")
-    return MicrobatchSplit(request.count, dims, {number: tuple(_shape(node, 0)) for number, node in draws.items()})
+    return MicrobatchSplit(request.count, dims, {number: tuple(_shape(node, 0)) for number, node in draws})
 
 
 def _batch_classes(whole: PlacedModel) -> dict[int, str]:
@@ -131,10 +131,11 @@ def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
     """Gives random calls of the first microbatch the numbers and global shapes of the whole batch. Raises CompileError if the model draws
     otherwise."""
     draws = _draws(graph)
-    for number, node in draws.items():
+    alike = {number for number, _ in draws} == parts.draws.keys()
+    for number, node in draws:
         part = _shape(node, 1)
         whole = parts.draws.get(number, ())
-        if draws.keys() != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
+        if not alike or offsets(whole, part, parts.count, 0) is None:
             raise CompileError(
                 f"the random call at {records(node)[0].source} draws {part} for a microbatch and {list(whole)} for the whole batch: "
                 "the model draws otherwise for a batch of another size\n  what to do: microbatches=1, or draw outside the model"
@@ -143,9 +144,9 @@ def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
         node.args = (*node.args[:at], list(whole), *node.args[at + 1 :])
 
 
-def _draws(graph: Graph) -> dict[int, Node]:
-    """Random calls by number."""
-    return {number: node for node in graph.nodes if (number := call_number(node)) is not None}
+def _draws(graph: Graph) -> list[tuple[int, Node]]:
+    """Random calls with their numbers; a forward call and its backward have one number."""
+    return [(number, node) for node in graph.nodes if (number := call_number(node)) is not None]
 
 
 def _shape(node: Node, which: int) -> list[int]:
