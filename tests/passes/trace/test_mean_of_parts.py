@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
+from meshc.ir.schemas import call_number, place_of
 from meshc.ops import random
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
@@ -111,6 +112,24 @@ def test_dropout_draws_the_rows_of_the_whole_batch(count: int, mesh: str) -> Non
 
     agree(step_of(program.compiled, model, inputs), *by_hand(model, part, count))
     assert meshc.verify(program, inputs, dtype=torch.float64).worst < 1e-12
+
+
+class AttentionDropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).unsqueeze(1)
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).squeeze(1)
+
+
+def test_backward_draws_the_rows_that_forward_draws() -> None:
+    inputs = {"x": torch.randn(6, 5, 4), "target": torch.randn(6, 5, 8)}
+    program = compiled(AttentionDropped(), F.mse_loss, inputs, "dp=2", "ddp", 3)
+    nodes = [node for stage in program.compiled.stages.values() for node in stage.graph.nodes if call_number(node) is not None]
+    assert len(nodes) > 1  # the attention and its backward
+    assert {node.args[place_of(node, "global_shape")][0] for node in nodes} == {6}  # type: ignore[index]
 
 
 def test_denominators_and_weights_are_the_parts_own() -> None:
