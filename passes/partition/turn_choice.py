@@ -24,7 +24,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sizes import Size
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.operator_lowering import Lowering
-from meshc.passes.phases.factors import Factors, Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.report.tables import seconds_text
@@ -52,7 +52,7 @@ class TurnPricing:
         build = Builder(self.sizes)
         operands = []
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
-            found = record_of(value)
+            found = value_record(value)
             sharding = sharding_by_tokens(self._whole(value), dims, axes)
             local = replace(found, shape=local_shape(sharding, self.sizes), sharding=sharding)
             operands.append(build.placeholder(f"operand_{index}", local))

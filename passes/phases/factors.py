@@ -17,7 +17,7 @@ Token = tuple[str, int]
 Value = tuple[Node, int]
 
 
-def record_of(value: Value) -> Record:
+def value_record(value: Value) -> Record:
     return records(value[0])[value[1]]
 
 

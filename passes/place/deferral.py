@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem
 from meshc.ir.sharding import Sharding
 from meshc.passes.phases.choices import Directive
-from meshc.passes.phases.factors import Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Instance, Token, Value, value_record
 from meshc.rules.layout import is_grown
 
 Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
@@ -61,7 +61,7 @@ class DeferredReductions:
         waiting = [axis for axis in self.axes if axis not in taken]
         if not instance.rule.adds:
             (value,) = deferring(instance)
-            free = prod(record_of(value).shape) <= 1 or self._only_user(value)
+            free = prod(value_record(value).shape) <= 1 or self._only_user(value)
             return [axis for axis in waiting if free and self._is_sum(value, axis)]
         over: list[str] = []
         mixed: list[str] = []

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, operands, records, value_of
-from meshc.passes.phases.factors import Factors, Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.rules import rule_of
 from meshc.rules.rule import ONE, Relation, Rule
 
@@ -70,7 +70,7 @@ class _Dims:
 
     def __call__(self, value: Value) -> list[int | None]:
         if value not in self.of:
-            shape = record_of(value).shape
+            shape = value_record(value).shape
             self.of[value] = [None if size == 1 else self.classes.new() for size in shape]
             self.size |= {dim: size for dim, size in zip(self.of[value], shape, strict=True) if dim is not None}
         return self.of[value]
@@ -236,7 +236,7 @@ def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Toke
 
 def _unknown(node: Node, tensors: list[Node]) -> Rule:
     """An operator without a rule: every dim of every operand and result must be whole."""
-    read = [record_of(value_of(tensor)) for tensor in tensors]
+    read = [value_record(value_of(tensor)) for tensor in tensors]
     ins, outs = (
         tuple(tuple(f"{prefix}{k}.{dim}" for dim in range(len(each.shape))) for k, each in enumerate(values))
         for prefix, values in (("x", read), ("y", records(node)))

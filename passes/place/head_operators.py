@@ -22,7 +22,7 @@ from meshc.ir.graph import ancestors_of, computable_from, descendants_of
 from meshc.ir.keys import is_a
 from meshc.ir.spmd import CHUNK
 from meshc.passes.phases.chunked_head import ChunkedHead
-from meshc.passes.phases.factors import Factors, Token, record_of
+from meshc.passes.phases.factors import Factors, Token, value_record
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan_faults import refuse_faults
 
@@ -104,7 +104,7 @@ def _product(node: Node, factors: Factors, learned: Collection[Node]) -> HeadPro
     read = 0
     for value, dims in zip(instance.values, instance.operands, strict=True):
         (weights if value[0] in learned else rows).update(token for dim in dims for token in dim if token in made)
-        read += 0 if value[0] in learned else prod(record_of(value).shape)
+        read += 0 if value[0] in learned else prod(value_record(value).shape)
     tokens = tuple(factor for token, factor in made.items() if token in rows - weights)
     features = frozenset(made[token] for token in weights - rows)
     return HeadProduct(node, tokens, features) if tokens and features and prod(record(node).shape) > read else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from meshc.ir import KEY, op_name, record, value_of
 from meshc.ir.keys import kind_of, name_of
 from meshc.passes.depth.captured_names import captured_lines
-from meshc.passes.phases.factors import Factors, Value, record_of
+from meshc.passes.phases.factors import Factors, Value, value_record
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
@@ -125,7 +125,7 @@ def _pinnable(placed: PlacedModel) -> dict[str, list[Value]]:
 
 
 def _dims(value: Value) -> int:
-    return len(record_of(value).shape)
+    return len(value_record(value).shape)
 
 
 def _where_computed(factors: Factors, name: str, value: Value, slots: Held) -> tuple[Value, Held, str]:

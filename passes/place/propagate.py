@@ -28,7 +28,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices, Directive
 from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factor_names import FactorNames
-from meshc.passes.phases.factors import Factors, Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.passes.phases.placed_model import Pins
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
@@ -263,7 +263,7 @@ class Propagator:
             if interest.leaves(rank, size, self.sizes[axis] * prod(counts)):
                 continue
             alike = [value for value, axes in zip(instance.values, lying, strict=True) if axes and axes.get(axis) == token]
-            split = sum(local_bytes(record_of(value)) for value in alike)
+            split = sum(local_bytes(value_record(value)) for value in alike)
             summed = any(token in sums for sums in instance.sums)
             keys[rank, tile_sizes(size, counts)[-1] < self.sizes[axis], -split, summed, position] = token
         return keys[min(keys)] if keys else None

@@ -27,7 +27,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.factors import Factors, Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.passes.place.batch import forward_instances
 from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.passes.place.written_out import written_out
@@ -157,10 +157,10 @@ class Rings:
     def _figures(self, instance: Instance, passing: RingLetter, split: Tokens, device: Device, ranks: int) -> _RingFigures:
         operands, at = [*zip(instance.values, instance.operands, strict=True)], passing.operands[0]
         (value, dims), (asked, rows) = operands[at], operands[at - 1]
-        made = record_of(value)
+        made = value_record(value)
         assert made.dtype is not None
         tile, queries = self._tile(value, dims, split), self._tile(asked, rows, split)
-        whole, length = made.shape[2], record_of(asked).shape[2]
+        whole, length = made.shape[2], value_record(asked).shape[2]
         causal, window, offset = shape_of_mask(instance.node)
         seen = min(whole, window + tile[2]) if window else whole
         large = prod(tile) * made.dtype.itemsize
@@ -199,10 +199,10 @@ class _RingFigures:
 
 def _unrepeated_fraction(value: Value, factors: Factors) -> float:
     """The fraction of a value's bytes before layout operators repeat them."""
-    sizes = [prod(record_of(value).shape)]
+    sizes = [prod(value_record(value).shape)]
     while (instance := factors.instances.get(value[0])) is not None and instance.kind == "layout":
         value = instance.values[0]
-        sizes.append(prod(record_of(value).shape))
+        sizes.append(prod(value_record(value).shape))
     return min(sizes) / max(1, sizes[0])
 
 

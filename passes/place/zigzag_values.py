@@ -27,7 +27,7 @@ from meshc.ir.sizes import Size
 from meshc.ir.trail import answer
 from meshc.passes.flow import behind_the_cut
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.factors import Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Instance, Token, Value, value_record
 from meshc.passes.phases.zigzag_axes import zigzag
 from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.rules import tile_order
@@ -152,7 +152,7 @@ class _Ordering:
         return axes[:1] == (self.along.axis,) and self.factors.size[self.along.factor] % ranks == 0
 
     def _bytes(self, value: Value, sharding: Sharding) -> int:
-        dtype = record_of(value).dtype
+        dtype = value_record(value).dtype
         sharding = self._with_axes(value, sharding, lambda axes: axes[:1])  # halves of that tile are exchanged
         return prod(local_shape(sharding, self.assignment.sizes)) * (1 if dtype is None else dtype.itemsize)
 

@@ -21,7 +21,7 @@ from meshc.ir.sharding import Part, Sharding
 from meshc.passes.depth.multiplicity import multiplicity_of
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directive
-from meshc.passes.phases.factors import Instance, Token, Value, record_of
+from meshc.passes.phases.factors import Instance, Token, Value, value_record
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.deferral import deferring, may_defer
 from meshc.passes.place.storage import in_names_of
@@ -284,7 +284,7 @@ class _SpaceBuilder:
     def _add_value(
         self, key: Key, value: Value, landing: Landing, sums: tuple[tuple[int, str], ...] = (), defers: bool = False
     ) -> None:  # fmt: skip
-        found = record_of(value)
+        found = value_record(value)
         sizes = tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
         itemsize = 0 if found.dtype is None else found.dtype.itemsize
         place = self.position[value[0]], self.standing.seam(value[0])

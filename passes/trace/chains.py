@@ -72,7 +72,7 @@ def node_of(x: object) -> Node:
     return x
 
 
-def number_of(x: object) -> float:
+def plain_number(x: object) -> float:
     if not isinstance(x, int | float):
         raise PatternMismatch
     return x

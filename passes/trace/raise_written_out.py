@@ -40,8 +40,8 @@ from meshc.passes.trace.chains import (
     forget,
     need,
     node_of,
-    number_of,
     only,
+    plain_number,
     reader,
 )
 from meshc.passes.trace.stand_ins import StandIns, own_result
@@ -150,7 +150,7 @@ class _WrittenAttention:
             self.biases.append(bias)
             self.match_scores(scores)
         elif x.target in FILLS:
-            where, number = argument(x, 1, "mask"), number_of(argument(x, 2, "value"))
+            where, number = argument(x, 1, "mask"), plain_number(argument(x, 2, "value"))
             need(number <= NEVER)
             self.hidden.append((node_of(where), float(number)))
             self.match_scores(node_of(x.args[0]))
@@ -160,7 +160,7 @@ class _WrittenAttention:
     def _products(self, x: Node) -> None:
         """Reads the product of queries and keys, and its scale."""
         if x.target in (*MULTIPLIES, *DIVIDES) and not x.kwargs:
-            number = number_of(x.args[1])
+            number = plain_number(x.args[1])
             need(number != 0)
             self.scale = 1.0 / number if x.target in DIVIDES else float(number)
             x = only(node_of(x.args[0]))
