@@ -213,10 +213,10 @@ def _trace_hooks(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
             if any(_draws(node.target) for node in traced.graph.nodes):
                 plain = traced
 
-                def numbered(*given: Tensor) -> object:
+                def run_numbered(*given: Tensor) -> object:
                     return _StepDraws(plain, Drawing(name, given[2])).run(*given)
 
-                traced = make_fx(torch.func.functionalize(numbered, remove="mutations"))(*fakes)
+                traced = make_fx(torch.func.functionalize(run_numbered, remove="mutations"))(*fakes)
     except MeshcError as error:
         raise CompileError(f"{name}: {error}") from error
     except Exception as error:  # whatever a user's function raises where a tensor has no values
