@@ -73,7 +73,7 @@ class Rings:
                 continue
             if not axes:
                 return self._apart(instance, passing, chosen, given)
-            lying = _lying(instance, passing, given)
+            lying = _axis_positions(instance, passing, given)
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
                 continue  # every rank has all keys
             elsewhere = {axis for token, split in chosen.items() if token[0] != letter for axis in split}
@@ -94,7 +94,7 @@ class Rings:
     def _apart(self, instance: Instance, passing: RingLetter, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
         """The axis of keys that stay on their ranks while few queries are gathered, if that is faster."""
         taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
-        lying = _lying(instance, passing, given)
+        lying = _axis_positions(instance, passing, given)
         free = [{axis: place for axis, place in split.items() if axis not in taken} for split in lying]
         if not passing.apart or any(split != free[0] for split in free) or list(free[0].values()) != [0]:
             return {}
@@ -206,7 +206,7 @@ def _unrepeated_fraction(value: Value, factors: Factors) -> float:
     return min(sizes) / max(1, sizes[0])
 
 
-def _lying(instance: Instance, passing: RingLetter, given: Given) -> list[dict[str, int]]:
+def _axis_positions(instance: Instance, passing: RingLetter, given: Given) -> list[dict[str, int]]:
     """For keys and values, axis -> index of the letter's factor that the axis splits where they are computed."""
     pairs = [(given(instance.values[at]) or Sharding(), instance.operands[at]) for at in passing.operands]
     return [

@@ -7,7 +7,7 @@
     gx = all_gather(mm(y_c, v), ["in chunks"], 0)                ...
                                                                  gw = add(gw_0, gw_1);  gx = cat([gx_0, gx_1], 0)
 
-A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken; shardings of its values follow from the operators'
+A chunk is a tile along one more axis of the factor that `place/propagate.py` has taken; shardings of its values follow from the operators'
 rules, as for a microbatch (docs/decisions/microbatches-and-means.md). Here reductions over chunks become running sums, and gathers over
 chunks are concatenated. All of it belongs to backward: forward ends with the operands of the head. The axis is gone afterwards; values of a
 chunk have plain types and the chunk's number.
