@@ -38,9 +38,7 @@ def check(clip: Clip, names: Iterable[str]) -> None:
 
 def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]:
     """(largest norm, names of its parameters) of each group that has any."""
-    if clip is None:
-        return []
-    patterns = clip if isinstance(clip, Mapping) else {"*": clip}
+    patterns = clip if isinstance(clip, Mapping) else {} if clip is None else {"*": clip}
     names = list(names)
     found = [(limit, [name for name in names if fnmatchcase(name, pattern)]) for pattern, limit in patterns.items()]
     return [(limit, group) for limit, group in found if group]

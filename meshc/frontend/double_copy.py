@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -33,8 +33,7 @@ def double_by_default(double: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def _wide_norms() -> Iterator[None]:
+def _wide_norms() -> AbstractContextManager[None]:
     from meshc.private import FakeTensorMode
 
     dispatch = FakeTensorMode.dispatch
@@ -44,8 +43,7 @@ def _wide_norms() -> Iterator[None]:
             kwargs = {**kwargs, "dtype": WIDER.get(said, said)}
         return dispatch(self, func, types, args, kwargs)
 
-    with replace_targets(fake_dispatch=dispatch_wide):
-        yield
+    return replace_targets(fake_dispatch=dispatch_wide)
 
 
 def widen_casts(module: torch.fx.GraphModule) -> None:

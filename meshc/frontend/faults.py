@@ -87,8 +87,7 @@ def _worked_on(error: BaseException) -> tuple[str, str]:
     values = (value for held in reversed(frames) for value in (held.get("node"), held.get("self"), *held.values()))
     node = next((node for value in values if (node := _node_of(value)) is not None), None)
     if node is None:
-        frame = user_frame(str(error))
-        return "", f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
+        return "", user_frame(str(error))
     kept = node.meta.get("meshc")
     record = kept[0] if isinstance(kept, list | tuple) and kept else kept
     source = record.source if isinstance(record, Record) and record.source.file else source_of(node)

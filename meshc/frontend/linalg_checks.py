@@ -40,9 +40,10 @@ def settle_checks(graph: Graph) -> None:
             raise CaptureError(f"{node.args[1]} has an effect besides its results; programs have no such operators")
         _poison(node, node.args[2])
     output = output_of(graph)
-    described = list(zip(results_of(graph), output.meta["desc"], strict=True))
-    set_results(graph, (value for value, description in described if not isinstance(description, TOKENS_OUT)))
-    output.meta["desc"] = [description for _, description in described if not isinstance(description, TOKENS_OUT)]
+    described = zip(results_of(graph), output.meta["desc"], strict=True)
+    kept = [(value, description) for value, description in described if not isinstance(description, TOKENS_OUT)]
+    set_results(graph, (value for value, _ in kept))
+    output.meta["desc"] = [description for _, description in kept]
     for node in reversed(checks):
         for item in list(node.users):
             graph.erase_node(item)

@@ -19,11 +19,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any, Final
 
 import torch
 
+from meshc.errors import join_names
 from meshc.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.in_place_changes import changed_operand
 from meshc.frontend.libraries.stock_models import is_stock_file
@@ -87,8 +89,7 @@ class TraceObservations:
             )
             found.append(_lines_note(f"the model's code changes Python values, {LEFT_OUT} does it", self.changes, advice))
         if self.without_place:
-            more = f" and {len(self.without_place) - SHOWN} more" if len(self.without_place) > SHOWN else ""
-            found.append(f"{NOT_LOOKED_AT}: {', '.join(self.without_place[:SHOWN])}{more}")
+            found.append(f"{NOT_LOOKED_AT}: {join_names(self.without_place, SHOWN)}")
         return found
 
 
@@ -241,7 +242,7 @@ class _Placeholder:
 def _note(seen: TraceObservations, tx: Any, name: str, call: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     place = innermost(torch._guards.TracingContext.extract_stack()) or Source()
     given, named = [_value(one) for one in args], {key: _value(one) for key, one in kwargs.items()}
-    seen.said.append((tx.output, place, name, lambda: _replay_call(call, given, named, place)))
+    seen.said.append((tx.output, place, name, partial(_replay_call, call, given, named, place)))
 
 
 def _replay_call(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source) -> None:

@@ -233,7 +233,7 @@ def explain_error(error: Exception, signature: Callable[..., object], args: Sequ
     if unfit:
         return InputError(unfit)
     frame = user_frame(text, [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()])
-    where = f"\n  in your model: {frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
+    where = f"\n  in your model: {frame}" if frame else ""
     returned = _output_message(text)
     if returned:
         return CaptureError(returned)
@@ -335,11 +335,11 @@ def _code(error: Exception) -> str:
     return str(frames[-1].line or "") if frames else ""
 
 
-def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
-    """The innermost frame of the user's own code in a message; `further` frames come after those of the text."""
+def user_frame(text: str, further: Sequence[Frame] = ()) -> str:
+    """The innermost frame of the user's own code in a message, as text, or "". `further` frames come after those of the text."""
     shown = [(file, int(line), name) for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)]
-    users = [frame for frame in (*shown, *further) if is_users(frame[0])]
-    return users[-1] if users else None
+    users = [f"{file}:{line} in {name}" for file, line, name in (*shown, *further) if is_users(file)]
+    return users[-1] if users else ""
 
 
 def refuse_values(graph: GraphModule) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshc.errors import CompileError
+from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import RELATIONS, NumberGuard
 from meshc.private import DataDependentOutputException
@@ -200,18 +201,14 @@ class NumbersAsTensors(HeldGradients):
         except (DataDependentOutputException, TypeError):  # the call wants a Python number
             if not numbers:
                 raise
-            return func(*self._as_numbers(args, name), **{k: self._as_numbers((v,), name)[0] for k, v in kwargs.items()})
 
-    def _as_numbers(self, values: Sequence[Any], name: str) -> tuple[Any, ...]:
-        """`values` with traced numbers, also in shapes, replaced by the present values, which become guards."""
-        found = []
-        for value in values:
-            number = self._lookup(value)
-            if number is not None:
-                found.append(self._specialise(number, f"{name}()"))
-            else:
-                found.append(type(value)(self._as_numbers(value, name)) if type(value) in (tuple, list) else value)
-        return tuple(found)
+            def present(value: Any) -> Any:
+                """A traced number, also in a shape, by its present value, which becomes a guard."""
+                number = self._lookup(value)
+                return value if number is None else self._specialise(number, f"{name}()")
+
+            args, kwargs = trees.map_leaves(present, (args, kwargs))
+            return func(*args, **kwargs)
 
     def _plain(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.endswith("_") and name.rstrip("_") in _COMPOSITE:

@@ -32,8 +32,8 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
         return layout.back(out * layout.weights)
 
-    form: ExpertForm = getattr(self, FORM, ExpertForm())
-    return routed_sum(expert_sum, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
+    out = routed_sum(expert_sum, x, top_k_index, top_k_weights, self.num_experts, getattr(self, FORM, ExpertForm()))
+    return out.view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -46,9 +46,8 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         gate, up = layout.product(layout.to(x), self.gate_up_proj[:count].transpose(1, 2)).chunk(2, dim=-1)
         return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
 
-    form: ExpertForm = getattr(self, FORM, ExpertForm())
     choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
-    out = routed_sum(expert_sum, hidden_states, choice, weights, count, form, some=True)
+    out = routed_sum(expert_sum, hidden_states, choice, weights, count, getattr(self, FORM, ExpertForm()), some=True)
     given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
     return (out + given).to(hidden_states.dtype)
 

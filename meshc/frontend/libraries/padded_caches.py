@@ -124,12 +124,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
         return recurrent_states
 
-    def states_by_kind(self) -> dict[str, dict[int, Tensor]]:
-        """The states that are set, by kind and number."""
-        tables = {name: {number: state for number, state in getattr(self, name).items() if state is not None} for name in STATES}
-        return {name: table for name, table in tables.items() if table}
-
-
 class MixedLayer(StateLayer, PaddedLayer):
     """Cache of a layer with both attention and recurrence."""
 
@@ -220,7 +214,8 @@ def layer_buffers(layer: Any) -> list[Any] | dict[str, Any]:
     """A layer's buffers, in the form that `call` takes."""
     pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
     if isinstance(layer, StateLayer):
-        return layer_tree(pair, layer.states_by_kind())
+        tables = {name: {number: state for number, state in getattr(layer, name).items() if state is not None} for name in STATES}
+        return layer_tree(pair, {name: table for name, table in tables.items() if table})
     return layer_tree(pair, is_window=bool(pair) and layer.is_sliding)
 
 

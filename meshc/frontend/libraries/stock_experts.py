@@ -57,9 +57,8 @@ def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top
             "transformers has already spread the experts of this model over ranks; "  # in one line, which the tracer's error quotes
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
-    form: ExpertForm = getattr(self, FORM, ExpertForm())
-    count, where = self.down_proj.shape[0], expert_slots_of(cast(nn.Module, self))
-    return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, count, form, where=where)
+    form, where = getattr(self, FORM, ExpertForm()), expert_slots_of(cast(nn.Module, self))
+    return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, self.down_proj.shape[0], form, where=where)
 
 
 def _experts_output(self: _StockExperts, hidden_states: Tensor, routed: Layout) -> Tensor:

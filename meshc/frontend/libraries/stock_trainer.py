@@ -25,7 +25,9 @@ Releases without the mark refuse a model of DTensors themselves.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -97,13 +99,9 @@ def _of_whole_batch(trainer: Any, items: Tensor, parts: int) -> Tensor:
 
 def _calling_trainer() -> Any | None:
     """The Trainer whose own `compute_loss` calls the model; None for any other caller."""
-    frame = sys._getframe(2)
-    for _ in range(DEEP):
+    for frame, _ in islice(traceback.walk_stack(sys._getframe(2)), DEEP):
         if frame.f_code.co_name == "compute_loss" and frame.f_globals.get("__name__") == "transformers.trainer":
             return frame.f_locals.get("self")
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return None
 
 
