@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
@@ -103,13 +103,13 @@ def refuse_kind(what: Any) -> None:
 
 def refuse_examples(args: object, kwargs: object) -> None:
     """Refuses `args` that are no sequence, such as a bare tensor, and `kwargs` that are no mapping. Raises InputError."""
-    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
+    if isinstance(args, Tensor) or not isinstance(args, Sequence):
         raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(f'kwargs has arguments by name; it is {_a(type(kwargs).__name__)}\n  what to do: kwargs={{"x": x}}')
 
 
-def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_empty(inputs: Iterable[tuple[str, Tensor]]) -> None:
     """Refuses a training step over an empty batch, whose mean loss is NaN and would make every weight NaN. Raises InputError."""
     rows = [(name, tensor) for name, tensor in inputs if tensor.dim()]
     empty = [f"{name} {list(tensor.shape)}" for name, tensor in rows if tensor.shape[0] == 0]
@@ -133,7 +133,7 @@ def refuse_module(module: nn.Module, adopted: bool) -> None:
 def refuse_inputs(names: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Refuses inputs that no program takes, whatever its examples were. Raises InputError. `names`: paths of the leaves."""
     leaves = trees.leaves((tuple(args), dict(kwargs)))
-    faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
     packed = [value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)]
     for name, leaf in [*zip(names, leaves, strict=True), *[("of the model", value) for value in packed]]:
         for which, advice in INPUTS:
@@ -197,7 +197,7 @@ def _foreign_tensors(module: nn.Module) -> Iterator[str]:
             yield fault
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
                 yield foreign_tensor(f"{path}.{name}" if path else name, value)
 
 
@@ -210,7 +210,7 @@ def _copies(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-def foreign_tensor(name: str, tensor: torch.Tensor) -> str:
+def foreign_tensor(name: str, tensor: Tensor) -> str:
     """What is wrong with a tensor that is no plain array, and what to do; "" for a plain array."""
     if tensor.is_nested:
         return f"{name} is a nested tensor, whose rows have sizes of their own; what to do: pad it (to_padded_tensor) and mask the rest"
@@ -225,7 +225,7 @@ def foreign_tensor(name: str, tensor: torch.Tensor) -> str:
 
 def _overlapping(module: nn.Module) -> Iterator[str]:
     """Trained parameters that share memory with another tensor of the model: on one device alone, an update of one changes the other."""
-    tensors: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    tensors: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
             tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
@@ -242,7 +242,7 @@ def _overlapping(module: nn.Module) -> Iterator[str]:
                     )
 
 
-def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two strided tensors of one storage have a byte in common."""
     (a, b), (c, d) = _span(one), _span(other)
     if b <= c or d <= a:
@@ -260,7 +260,7 @@ def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(theirs.any())
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from meshc.errors import CaptureError
 from meshc.frontend import trace_errors
@@ -85,11 +86,11 @@ class TorchGraph:
     numbers   numbers among these that are inputs, by the attributes of the graph that stand for them
     """
 
-    module: torch.fx.GraphModule
+    module: GraphModule
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    inputs: list[tuple[str, torch.Tensor]]
-    tensors: dict[str, torch.Tensor]
+    inputs: list[tuple[str, Tensor]]
+    tensors: dict[str, Tensor]
     trainable: set[str]
     aliases: dict[str, str]
     output_tree: OutputTree
@@ -114,7 +115,7 @@ class JointGraph:
     outputs       (kind, name or path) of each output of the graph: output, gradient, buffer or none
     """
 
-    module: torch.fx.GraphModule
+    module: GraphModule
     placeholders: list[tuple[PortKind, str]]
     outputs: list[tuple[PortKind | Literal["none"], str]]
 
@@ -122,16 +123,16 @@ class JointGraph:
 @contextlib.contextmanager
 def fake_tensors(
     module: nn.Module, mode: FakeTensorMode | None, double: bool = False
-) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
+) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
     """A context with fake CPU parameters and buffers of global shape in `module`; the originals are always put back. Without a mode the
     fake tensors are of the device meta.
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
     """
     swapped: list[tuple[dict[str, object], str, Any]] = []
-    fakes: dict[int, tuple[str, torch.Tensor]] = {}
+    fakes: dict[int, tuple[str, Tensor]] = {}
     made: set[int] = set()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     try:
         for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -163,7 +164,7 @@ def _stand_in(
     mode: FakeTensorMode, grad: bool, double: bool, opened: Mapping[str, Mapping[int, Dynamic]], name: str, leaf: object
 ) -> object:
     """A fake CPU tensor for an input, its open dims marked dynamic; a leaf that is no tensor is returned as it is."""
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, Tensor):
         return leaf
     shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
     with mode:
@@ -199,7 +200,7 @@ def torch_graph(
     given, spec = trees.flatten((tuple(args), dict(kwargs)))
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
-    inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
     root, inputs_of_python = Root(module, function, autocast), NumberInputs(numbers, module, function)
     root.training = module.training  # the root's own flag alone: a model in training may hold layers in evaluation (frozen norms)
     with mode:
@@ -232,7 +233,7 @@ def _with_dynamic_sizes(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, D
     """The trace with torch's symbolic tensors as its inputs, and the symbol of each of the user's dynamic sizes."""
     _refuse_sizes_as_outputs(traced)
     values = [node.meta["val"] for node in placeholders(traced.module.graph)]
-    symbolic = [value for value in values if isinstance(value, torch.Tensor)]
+    symbolic = [value for value in values if isinstance(value, Tensor)]
     extents: list[tuple[Any, Dynamic]] = []
     for (name, given), tensor in zip(traced.inputs, symbolic, strict=True):
         tensor.requires_grad_(given.requires_grad)
@@ -246,7 +247,7 @@ def _with_dynamic_sizes(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, D
             extents.append((extent, size))
     leaves, spec = trees.flatten((traced.args, traced.kwargs))
     rest = iter(symbolic)
-    args, kwargs = trees.unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    args, kwargs = trees.unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
     inputs = [(name, tensor) for (name, _), tensor in zip(traced.inputs, symbolic, strict=True)]
     return replace(traced, args=args, kwargs=kwargs, inputs=inputs, symbols=Symbols(extents))
 
@@ -254,14 +255,14 @@ def _with_dynamic_sizes(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, D
 def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
     """Refuses a dynamic size as an output: an output that is no tensor is a constant of the program. Raises CaptureError."""
     for name, leaf in zip(traced.output_tree.paths(), results_of(traced.module.graph), strict=True):
-        if isinstance(leaf, torch.fx.Node) and not isinstance(leaf.meta.get("example_value"), torch.Tensor | None):
+        if isinstance(leaf, Node) and not isinstance(leaf.meta.get("example_value"), Tensor | None):
             raise CaptureError(
                 f"the model returns a number (output {name}) that follows from a size that was to stay open\n"
                 "  what to do: return tensors, whose shapes say it, or leave the size out of Options(dynamic=...)"
             )
 
 
-def _arrange_outputs(module: torch.fx.GraphModule, inputs: Sequence[object]) -> OutputTree:
+def _arrange_outputs(module: GraphModule, inputs: Sequence[object]) -> OutputTree:
     """Makes each output a value of its own; returns the outputs' tree.
 
     Caches are detached: no gradient flows into them. An output that shares memory with an input, a parameter or another output becomes a
@@ -271,12 +272,12 @@ def _arrange_outputs(module: torch.fx.GraphModule, inputs: Sequence[object]) -> 
     given = dict(zip(placeholders(graph), inputs, strict=True))
     leaves: list[Any] = [*results_of(graph)]
     outer = [given.get(leaf, leaf) for leaf in leaves]
-    plain = {index: leaf for index, leaf in enumerate(outer) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
+    plain = {index: leaf for index, leaf in enumerate(outer) if not isinstance(leaf, Node | Tensor)}
     tree = OutputTree(codegen.pytree_info.out_spec, plain)
     caches = tree.caches()
     taken = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for index, (path, node) in enumerate(zip(tree.paths(), leaves, strict=True)):
-        if not isinstance(node, torch.fx.Node):
+        if not isinstance(node, Node):
             continue
         methods = ["detach"] if path in caches else []
         if getattr(node.meta.get("example_value"), "requires_grad", False):
@@ -334,7 +335,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
     module = joint.graph_module
     settle_checks(module.graph)
     for node in placeholders(module.graph):
-        if not isinstance(node.meta.get("val"), torch.Tensor):  # numbers, flags and strings become constants of the graph
+        if not isinstance(node.meta.get("val"), Tensor):  # numbers, flags and strings become constants of the graph
             node.replace_all_uses_with(node.meta.get("val"))  # type: ignore[arg-type]  # it takes constants too
             module.graph.erase_node(node)
     entered = [_input_name(node.meta["desc"], qualified_name, traced) for node in placeholders(module.graph)]
@@ -361,7 +362,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
         return "buffer", name
     if isinstance(description, PlainAOTInput):
         before = trees.leaves((traced.args, traced.kwargs))[: description.idx]
-        return "input", traced.inputs[sum(isinstance(leaf, torch.Tensor) for leaf in before)][0]
+        return "input", traced.inputs[sum(isinstance(leaf, Tensor) for leaf in before)][0]
     if type(description).__name__ == "TangentAOTInput":
         inner = description.output
         if isinstance(inner, PlainAOTOutput):

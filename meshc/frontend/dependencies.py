@@ -27,8 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshc.environment import variable
 from meshc.frontend import read_places, read_values, traced_code
@@ -58,7 +57,7 @@ class ProcessValues:
         value = self.there.at(place)[0]
         if read_places.is_own(place.root):
             return portable(value) if traced_code.is_foreign(value) else "torch's"
-        if id(value) in self._names and isinstance(value, torch.Tensor):
+        if id(value) in self._names and isinstance(value, Tensor):
             return f"the model's {self._names[id(value)]}"
         if place.steps[-1:] and str(place.steps[-1][1]).endswith("_hooks") and isinstance(value, dict):
             return f"{sum(not hasattr(hook, 'of_meshc') for hook in value.values())} hooks"
@@ -134,7 +133,7 @@ def trace_dependencies(
             places[place] = None
             globals_of |= _globals_by_code([function_of(there.at(place)[0])])
     kept = [place for place in places if place not in numbers and not _is_compared_before(place)]
-    kept = [place for place in kept if place.root != INPUTS or not isinstance(there.at(place)[0], torch.Tensor)]
+    kept = [place for place in kept if place.root != INPUTS or not isinstance(there.at(place)[0], Tensor)]
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
     why = _reason_not_portable(ran, globals_of, unplaced)
     return Dependencies(dict(here.values(kept)), {name: variable(name) for name in names}, why)

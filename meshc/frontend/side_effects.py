@@ -24,6 +24,8 @@ from types import CodeType
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from meshc.errors import join_names
 from meshc.frames import innermost, is_torch, within_torchs_forward
@@ -99,7 +101,7 @@ def _lines_note(what: str, places: Sequence[Source], advice: str) -> str:
     return "\n".join([what, *lines[:SHOWN], *more, f"  what to do: {advice}"])
 
 
-def dropped_checks_note(module: torch.fx.GraphModule) -> list[str]:
+def dropped_checks_note(module: GraphModule) -> list[str]:
     """A note of the user's lines that assert something of tensor values, which a program leaves out; [] if there are none."""
     nodes = [node for body in bodies_of(module) for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not is_stock_file(place.file)]
@@ -107,17 +109,17 @@ def dropped_checks_note(module: torch.fx.GraphModule) -> list[str]:
     return [_lines_note(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
 
 
-def _is_torchs(check: torch.fx.Node) -> bool:
+def _is_torchs(check: Node) -> bool:
     """Whether torch's tracer itself has written a check, of a size that a tensor decides."""
     return any(isinstance(one, str) and one.startswith(TORCHS) for one in check.args)
 
 
-def is_check(node: torch.fx.Node) -> bool:
+def is_check(node: Node) -> bool:
     """Whether a call asserts something of tensor values."""
     return name_of(node) in ASSERTS
 
 
-def leave_out_checks(module: torch.fx.GraphModule) -> None:
+def leave_out_checks(module: GraphModule) -> None:
     """Remove assertions on numbers that tensors hold, and the computation of these numbers where nothing else reads it.
 
         item = (ids >= 0).all().item();  one = sym_ite(item, 1, 0);  _assert_scalar(one >= 1, ...)
@@ -128,7 +130,7 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
         body.recompile()
 
 
-def erase_dead_code(node: torch.fx.Node) -> None:
+def erase_dead_code(node: Node) -> None:
     """Dead code elimination from one node: erases it if nothing reads it and it changes nothing, then its operands likewise."""
     if node.op in ("call_function", "call_method") and not node.users and changed_operand(node) is None:
         before = dict.fromkeys(node.all_input_nodes)
@@ -310,6 +312,6 @@ def _value(variable: Any) -> Any:
 
 
 def _tensor(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return "a tensor"
     return f"a tensor ({str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}])"

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.frames import innermost
@@ -33,7 +34,6 @@ _OWN: Final = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer that are not searched for other optimizers; `step` is one once a scheduler has wrapped it."""
 _CONTAINERS: Final = (list, tuple, set, dict, OrderedDict, defaultdict)
 
-_BASE: Final = torch.optim.Optimizer
 _BESIDE: Final = (
     "  a super().step() beside their steps is none of theirs: keep what it updates as an optimizer in an attribute, too\n"
     "  (self.rest = torch.optim.AdamW(...)), and call self.rest.step()\n"
@@ -62,9 +62,9 @@ def find_optimizers(given: object, name_of: NameOf) -> Optimizers:
     return Optimizers(members, tuple(wrapper for one in found for wrapper in one.wrappers), idle)
 
 
-def inner_optimizers(owner: object) -> dict[str, torch.optim.Optimizer]:
+def inner_optimizers(owner: object) -> dict[str, Optimizer]:
     """Other optimizers in the attributes of `owner`, also in lists, dicts and wrappers there, by path: `.muon`, `.optimizers[0]`."""
-    found: dict[str, torch.optim.Optimizer] = {}
+    found: dict[str, Optimizer] = {}
     seen = {id(owner)}
 
     def look(value: object, path: str) -> None:
@@ -72,7 +72,7 @@ def inner_optimizers(owner: object) -> dict[str, torch.optim.Optimizer]:
             if id(item) in seen or not _is_searchable(item):
                 continue
             seen.add(id(item))
-            if isinstance(item, torch.optim.Optimizer):
+            if isinstance(item, Optimizer):
                 found[path + name] = item
             look(item, path + name)
 
@@ -81,7 +81,7 @@ def inner_optimizers(owner: object) -> dict[str, torch.optim.Optimizer]:
 
 
 def _is_searchable(value: object) -> bool:
-    if isinstance(value, torch.optim.Optimizer) or type(value) in _CONTAINERS:
+    if isinstance(value, Optimizer) or type(value) in _CONTAINERS:
         return True
     return not isinstance(value, Tensor | nn.Module | type) and hasattr(value, "__dict__") and callable(getattr(value, "step", None))
 
@@ -93,7 +93,7 @@ def _entries(value: object) -> Iterator[tuple[str, object]]:
     elif type(value) in _CONTAINERS:
         rows = [(f"[{index}]", item) for index, item in enumerate(cast(Iterable[object], value))]
     else:
-        own = _OWN if isinstance(value, torch.optim.Optimizer) else ()
+        own = _OWN if isinstance(value, Optimizer) else ()
         yield from ((f".{name}", item) for name, item in vars(value).items() if name not in own and not name.endswith("_hooks"))
         return
     if rows and not isinstance(rows[0][1], Tensor | int | float | str):
@@ -101,7 +101,7 @@ def _entries(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _single_optimizer(given: object, name_of: NameOf) -> Optimizers:
-    is_optimizer = isinstance(given, torch.optim.Optimizer)
+    is_optimizer = isinstance(given, Optimizer)
     inside = inner_optimizers(given) if hasattr(given, "__dict__") and not isinstance(given, type | Tensor | nn.Module) else {}
     if not is_optimizer and not (inside and callable(getattr(type(given), "step", None))):
         what = f"the class {given.__qualname__}: make one" if isinstance(given, type) else f"of type {type(given).__qualname__}"
@@ -110,7 +110,7 @@ def _single_optimizer(given: object, name_of: NameOf) -> Optimizers:
             "  what to do: give a torch.optim.Optimizer, several of them in a list, or a wrapper that keeps them in its attributes"
         )
     if not inside:
-        return Optimizers((cast(torch.optim.Optimizer, given),))
+        return Optimizers((cast(Optimizer, given),))
     return _WrapperTrial(cast(Wrapper, given), inside, name_of).outcome()
 
 
@@ -124,12 +124,12 @@ class Wrapper(Protocol):
 class _WrapperTrial:
     """One run of a wrapper's `step` on a copy that holds sample parameters."""
 
-    def __init__(self, wrapper: Wrapper, inside: dict[str, torch.optim.Optimizer], name_of: NameOf) -> None:
+    def __init__(self, wrapper: Wrapper, inside: dict[str, Optimizer], name_of: NameOf) -> None:
         self.wrapper, self.inside, self.name_of = wrapper, inside, name_of
         self.name = type(wrapper).__qualname__
-        self.optimizers = [one for one in (wrapper, *inside.values()) if isinstance(one, torch.optim.Optimizer)]
+        self.optimizers = [one for one in (wrapper, *inside.values()) if isinstance(one, Optimizer)]
         self.nested = {id(one) for one in inside.values() if inner_optimizers(one)}
-        self.called: list[torch.optim.Optimizer] = []
+        self.called: list[Optimizer] = []
         self.parameters = {id(p): p for p in parameters_of(self.optimizers)}
         self.samples: dict[int, nn.Parameter] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -170,18 +170,18 @@ class _WrapperTrial:
 
     def _steps_itself(self) -> Optimizers:
         """Result where no inner step was called: an optimizer that only holds others is traced as any other."""
-        if isinstance(self.wrapper, torch.optim.Optimizer):
+        if isinstance(self.wrapper, Optimizer):
             return Optimizers((self.wrapper,), (), self._idle([self.wrapper]))
         held = ", ".join(f"self{path}" for path in self.inside)
         raise CompileError(f"{self.name}.step calls the step of none of the optimizers that it holds ({held})\n{self._advice()}")
 
-    def _idle(self, stepping: list[torch.optim.Optimizer]) -> tuple[tuple[Tensor, str], ...]:
+    def _idle(self, stepping: list[Optimizer]) -> tuple[tuple[Tensor, str], ...]:
         others = [one for one in self.optimizers if one not in stepping]
         return tuple((p, type(one).__qualname__) for one in others for p in parameters_of([one]))
 
     def _advice(self) -> str:
         bases = type(self.wrapper).__mro__[1:]
-        derived = isinstance(self.wrapper, torch.optim.Optimizer) and any("step" in vars(one) for one in bases if one is not _BASE)
+        derived = isinstance(self.wrapper, Optimizer) and any("step" in vars(one) for one in bases if one is not Optimizer)
         return (
             f"{_BESIDE if derived else ''}"
             "  what to do: give the optimizers themselves, TrainStep(model, optimizer=[first, second]), and do what else the step does\n"
@@ -189,7 +189,7 @@ class _WrapperTrial:
             "  and averages after the call of the program; or compile the module itself and step in eager code"
         )
 
-    def record_step(self, original: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
+    def record_step(self, original: Optimizer, *args: object, **kwargs: object) -> None:
         """Stands in the place of an inner optimizer's step."""
         name = type(original).__qualname__
         if any(value is not None for value in (*args, *kwargs.values())):
@@ -239,7 +239,7 @@ class _WrapperTrial:
     def _copy_object(self, value: object, path: str) -> None:
         made = self.copies[id(value)] = object.__new__(type(value))
         self.paths.append((path, made))
-        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        is_optimizer = isinstance(value, Optimizer)
         for name, item in vars(value).items():
             if name.endswith("_hooks"):
                 made.__dict__[name] = OrderedDict()
@@ -247,7 +247,7 @@ class _WrapperTrial:
                 made.__dict__[name] = defaultdict(dict)
             elif not (is_optimizer and name == "step"):  # a scheduler's wrapped `step` calls the original
                 made.__dict__[name] = self._copy(item, f"{path}.{name}")
-        if isinstance(value, torch.optim.Optimizer) and value is not self.wrapper:
+        if isinstance(value, Optimizer) and value is not self.wrapper:
             nested = id(value) in self.nested
             made.__dict__["step"] = partial(without_hooks(type(value).step), made) if nested else partial(self.record_step, value)
 

@@ -25,9 +25,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, StateError
 from meshc.optimizer import group_counts
@@ -87,7 +87,7 @@ def changes(old: Sequence[tuple[str, Hashable]], new: Sequence[tuple[str, Hashab
 # Describe.
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
+def _refuse(optimizer: Optimizer) -> None:
     name = type(optimizer).__qualname__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CompileError(
@@ -129,11 +129,11 @@ def describe(optimizer: AnyOptimizer, keeping: Training = AS_IT_IS) -> Optimizer
 
 
 @contextmanager
-def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _stepping_alone(optimizer: Optimizer) -> Iterator[None]:
     """Context in which the step of any other optimizer is an error: the program would lose the update of one that meshc did not find.
     Copies of `optimizer` pass: they run `super().step()`, for which torch has hooks of its own once the class has been used."""
 
-    def refuse(other: torch.optim.Optimizer, *_: object) -> None:
+    def refuse(other: Optimizer, *_: object) -> None:
         if is_copy(other):
             return
         name, theirs = type(optimizer).__qualname__, type(other).__qualname__
@@ -146,7 +146,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
 
 
-def _group(optimizer: torch.optim.Optimizer, position: int, index: int, keeping: Training) -> GroupSpec:
+def _group(optimizer: Optimizer, position: int, index: int, keeping: Training) -> GroupSpec:
     """The specification of an optimizer's one group; `position`: that of the group in the whole optimizer."""
     (group,), name = optimizer.param_groups, type(optimizer).__qualname__
     kind, params = kind_of(optimizer, group), tuple(group["params"])
@@ -206,7 +206,7 @@ def _identity(value: Tensor) -> Tensor:
 # Back to the live optimizer.
 
 
-def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+def attach_state(optimizer: Optimizer, params: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Replace parameters in place and attach their state.
 
     `params` maps an old parameter to the new one; `states` maps a parameter, old or new, to its slots by name. Order, other entries of the
@@ -253,7 +253,7 @@ _WITHIN = 1e-5
 """Relative tolerance: of a parameter's largest change, or of the largest magnitude of a state."""
 
 
-def check_against_itself(optimizer: torch.optim.Optimizer, written: Sequence[str]) -> None:
+def check_against_itself(optimizer: Optimizer, written: Sequence[str]) -> None:
     """Raises CompileError where steps of the one group differ from their trace. `written`: the numbers of the group that a step sets."""
     shapes = _sample_shapes(optimizer)
     if not shapes:
@@ -265,7 +265,7 @@ def check_against_itself(optimizer: torch.optim.Optimizer, written: Sequence[str
     pair.compare_behind_a_gradient_that_is_not_finite()
 
 
-def _sample_shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
+def _sample_shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
     """Shapes of two parameters or more, one for each number of dims that occurs in the group."""
     params = optimizer.param_groups[0]["params"]
     firsts = [next(p for p in params if p.dim() == rank) for rank in sorted({p.dim() for p in params})]
@@ -276,10 +276,10 @@ def _sample_shapes(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
 class _Pair:
     """Small parameters of one group, stepped by the optimizer's own code, and the same parameters updated one by one by its trace."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, written: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, optimizer: Optimizer, written: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         self.name = type(optimizer).__qualname__
         self.generator = torch.Generator().manual_seed(0)
-        self.eager = [torch.nn.Parameter(self._draw(shape)) for shape in shapes]
+        self.eager = [nn.Parameter(self._draw(shape)) for shape in shapes]
         self.twin = private_copy(optimizer, self.eager[0], {}, defaultdict(dict))
         self.twin.param_groups[0]["params"] = self.eager
         self.given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[0].items()}

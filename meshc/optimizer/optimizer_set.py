@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshc.errors import CompileError, lines_of
 
@@ -23,7 +23,7 @@ class Optimizers:
     idle      parameters that an optimizer holds and none steps, with the name of the holder
     """
 
-    members: tuple[torch.optim.Optimizer, ...]
+    members: tuple[Optimizer, ...]
     wrappers: tuple[object, ...] = ()
     idle: tuple[tuple[Tensor, str], ...] = ()
 
@@ -35,7 +35,7 @@ class Optimizers:
         return " and ".join(type(member).__qualname__ for member in self.members)
 
 
-AnyOptimizer = torch.optim.Optimizer | Optimizers
+AnyOptimizer = Optimizer | Optimizers
 
 
 def parameters_of(optimizers: Iterable[AnyOptimizer]) -> Iterator[Tensor]:
@@ -43,17 +43,17 @@ def parameters_of(optimizers: Iterable[AnyOptimizer]) -> Iterator[Tensor]:
     return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
 
 
-def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
+def members_of(optimizer: AnyOptimizer) -> tuple[Optimizer, ...]:
     return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
-def with_wrappers(optimizer: AnyOptimizer) -> list[torch.optim.Optimizer]:
+def with_wrappers(optimizer: AnyOptimizer) -> list[Optimizer]:
     """The members, and those of the wrappers that are optimizers themselves."""
     wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
-    return [one for one in (*members_of(optimizer), *wrappers) if isinstance(one, torch.optim.Optimizer)]
+    return [one for one in (*members_of(optimizer), *wrappers) if isinstance(one, Optimizer)]
 
 
-def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[Tensor], str]) -> None:
+def refuse_shared(members: Sequence[Optimizer], name_of: Callable[[Tensor], str]) -> None:
     """Raises CompileError that names every parameter which would be stepped twice: by two optimizers, or at two places of one."""
     held: dict[int, str] = {}
     faults = []

@@ -10,7 +10,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.functions import Function
@@ -18,27 +19,22 @@ from meshc.optimizer.group_counts import WriteTrackingGroup
 from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_numbers, is_torchs_own, kind_of, numbers, without_hooks
 from meshc.private import FakeTensorMode
 
-_COPIES: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
+_COPIES: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 """Copies of optimizers that meshc built to step in the place of the originals."""
 
 
-def is_copy(optimizer: torch.optim.Optimizer) -> bool:
+def is_copy(optimizer: Optimizer) -> bool:
     return optimizer in _COPIES
 
 
-def with_one_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+def with_one_group(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """The optimizer with this one of its groups alone, and the state of all; the functions below take such optimizers."""
-    found: torch.optim.Optimizer = object.__new__(type(optimizer))
+    found: Optimizer = object.__new__(type(optimizer))
     found.__dict__.update({**vars(optimizer), "param_groups": [group]})
     return found
 
 
-def private_copy(
-    optimizer: torch.optim.Optimizer,
-    param: Tensor,
-    entries: Mapping[str, float | Tensor],
-    state: defaultdict[Tensor, Any],
-) -> torch.optim.Optimizer:
+def private_copy(optimizer: Optimizer, param: Tensor, entries: Mapping[str, float | Tensor], state: defaultdict[Tensor, Any]) -> Optimizer:
     """A `fresh_copy` with one parameter, of an optimizer with one group. `entries`: numbers, by name, in the place of the group's own."""
     twin = fresh_copy(optimizer, defaultdict(lambda: param))
     group = {name: value for name, value in twin.param_groups[0].items() if name not in ("params", "param_names")}
@@ -52,7 +48,7 @@ def private_copy(
     return twin
 
 
-def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> torch.optim.Optimizer:
+def fresh_copy(optimizer: Optimizer, params: Mapping[int, Tensor]) -> Optimizer:
     """A copy that steps other parameters, `params`: id of the original -> replacement. Torch's plain loops, no state, no hooks; containers
     are copied, so nothing leaks back."""
     twin = object.__new__(type(optimizer))
@@ -107,7 +103,7 @@ class _FirstValueRecorder(dict):
     update = MutableMapping.update
 
 
-def _sample_step(optimizer: torch.optim.Optimizer, param: Tensor, seed: int) -> torch.optim.Optimizer:
+def _sample_step(optimizer: Optimizer, param: Tensor, seed: int) -> Optimizer:
     """A copy that has stepped `param`, or, of torch's own classes, has created its state. With seed 2 the group's floats differ too."""
     others = {} if seed != 2 else {
         name: 0.75 * value
@@ -131,13 +127,13 @@ def _sample_step(optimizer: torch.optim.Optimizer, param: Tensor, seed: int) -> 
     return twin
 
 
-def create_state(twin: torch.optim.Optimizer) -> None:
+def create_state(twin: Optimizer) -> None:
     init_group = cast(_Inits, twin)._init_group
     lists = list(inspect.signature(init_group).parameters)[1:]
     init_group(twin.param_groups[0], *([] for _ in lists))
 
 
-def fresh_slots(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
+def fresh_slots(optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
     """The slots of a parameter that has not stepped, from the class's own initialisation on small tensors and on fake ones."""
     if kind_of(optimizer, optimizer.param_groups[0]) == "sgd":
         if optimizer.param_groups[0]["momentum"] == 0:
@@ -150,7 +146,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype:
     born: list[tuple[Tensor, dict[str, object]]] = []
     for seed in (1, 2):
         values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        param = torch.nn.Parameter(values.to(dtype))
+        param = nn.Parameter(values.to(dtype))
         before = param.detach().clone()
         born.append((before, _initial_state(optimizer, param, seed)))
     full = _initial_state_at(optimizer, shape, dtype, born[0][1], small)
@@ -184,32 +180,32 @@ def fresh_slots(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype:
     return tuple(slots)
 
 
-def written_numbers(optimizer: torch.optim.Optimizer) -> list[str]:
+def written_numbers(optimizer: Optimizer) -> list[str]:
     """Names of the group's numbers that a step sets; none for torch's own classes."""
     group = optimizer.param_groups[0]
     if is_torchs_own(optimizer) or kind_of(optimizer, group) != "other" or not group["params"]:
         return []
     first = group["params"][0]
     shape = sample_shape(optimizer, tuple(first.shape), first.dtype)
-    twin = _sample_step(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=first.dtype)), 1)
+    twin = _sample_step(optimizer, nn.Parameter(torch.ones(shape, dtype=first.dtype)), 1)
     watched = cast(WriteTrackingGroup, twin.param_groups[0])
     return [name for name in numbers(optimizer)[0] if name in watched.written]
 
 
-def sample_shape(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+def sample_shape(optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of a small sample in the place of a parameter of `shape`: a few rows, or `shape` itself where the optimizer cannot step so
     few (it splits rows into blocks). Raises CompileError if the optimizer can step neither."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
     try:
-        _initial_state(optimizer, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
+        _initial_state(optimizer, nn.Parameter(torch.ones(small, dtype=dtype)), 1)
     except CompileError:
-        _initial_state(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+        _initial_state(optimizer, nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
         return shape
     return small
 
 
 def _initial_state_at(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     known: dict[str, object],
@@ -220,13 +216,13 @@ def _initial_state_at(
         return known
     if is_torchs_own(optimizer):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _initial_state(optimizer, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
+            return _initial_state(optimizer, nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
     if known and all(not isinstance(v, Tensor) or tuple(v.shape) in ((), small) for v in known.values()):
         return {n: torch.empty(shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) and v.dim() else v for n, v in known.items()}
-    return _initial_state(optimizer, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+    return _initial_state(optimizer, nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
 
 
-def _initial_state(optimizer: torch.optim.Optimizer, param: Tensor, seed: int) -> dict[str, object]:
+def _initial_state(optimizer: Optimizer, param: Tensor, seed: int) -> dict[str, object]:
     """State entries of `param` as the class creates them."""
     twin = _sample_step(optimizer, param, seed)
     return twin.state[param].first if param in twin.state else {}

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from meshc.errors import StateError
 from meshc.ir.functions import Function
@@ -289,7 +290,7 @@ def _original_function(function: Function) -> Function:
         function = inner
 
 
-def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> bool:
+def _follows(optimizer: Optimizer, base: type[Optimizer]) -> bool:
     kind = type(optimizer)
     return (
         isinstance(optimizer, base)
@@ -298,12 +299,12 @@ def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]
     )
 
 
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether the class is torch's own, which creates state in `_init_group`, before a step; tests check the traces of these."""
     return type(optimizer).__module__.startswith("torch.optim.") and hasattr(optimizer, "_init_group")
 
 
-def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+def kind_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     if type(optimizer) in UPDATES:
         return "other"
     if _follows(optimizer, torch.optim.Adam):
@@ -345,7 +346,7 @@ def _hashable(value: object) -> Hashable:
     return value
 
 
-def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+def group_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     kind = kind_of(optimizer, group)
     if kind in ("adam", "adamw"):
         beta1, beta2 = group["betas"]
@@ -355,7 +356,7 @@ def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     return _entries(group)[0]
 
 
-def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+def group_flags(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
     kind = kind_of(optimizer, group)
     if kind in ("adam", "adamw"):
         flags: dict[str, object] = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"]), "decoupled": kind == "adamw"}

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
+from torch.optim import Optimizer
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.graph import equal_calls
@@ -41,11 +42,12 @@ from meshc.optimizer.traced_numbers import NumbersAsTensors, UndecidedBranch
 from meshc.private import FakeTensorMode
 from meshc.replacements import replace_in
 
+aten = torch.ops.aten
 _MAX_BRANCHES = 5  # each doubles the paths
 
 
 def trace_update(
-    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
+    optimizer: Optimizer, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
 ) -> tuple[TracedUpdate, list[NumberGuard]]:
     guards: list[NumberGuard] = []
     raw = group_numbers(optimizer, optimizer.param_groups[0])
@@ -90,7 +92,7 @@ def trace_update(
 
 
 def _one_path(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     given: Mapping[str, Tensor],
     slots: Sequence[Slot],
     present: Mapping[str, float],
@@ -149,7 +151,7 @@ def _eye(rows: int, columns: int | None = None, *, dtype: torch.dtype | None = N
     return (torch.arange(rows).unsqueeze(1) == across).to(dtype or torch.get_default_dtype())
 
 
-_SIMPLER: Final = {torch.ops.aten.eye.default: _eye, torch.ops.aten.eye.m: _eye}
+_SIMPLER: Final = {aten.eye.default: _eye, aten.eye.m: _eye}
 
 
 def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -177,7 +179,7 @@ def _new_state(name: str, final: dict[str, Tensor | float], slots: Sequence[Slot
     return results
 
 
-def _snapshot(twin: torch.optim.Optimizer) -> dict[str, Hashable]:
+def _snapshot(twin: Optimizer) -> dict[str, Hashable]:
     """All attributes outside the parameter's state, to name those that a step changes."""
     seen = attributes(twin, "self") | {f"group[{k!r}]": token(v) for k, v in twin.param_groups[0].items() if k != "params"}
     return seen | {f"state[{k!r}]": token(v) for k, v in twin.state.items() if not isinstance(k, Tensor)}
@@ -203,7 +205,7 @@ def _simplify(traced: GraphModule, name: str, inputs: Sequence[str]) -> GraphMod
     _merge_equal(graph)
     sunk: dict[tuple[Argument, Node, Node], Node] = {}
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.where.self:
+        if node.target is aten.where.self:
             _, then, otherwise = node.args
             both = isinstance(then, Node) and isinstance(otherwise, Node)
             if both and (merged := _sink(node, then, otherwise, sunk)) is not None:
@@ -226,11 +228,11 @@ def _simplify(traced: GraphModule, name: str, inputs: Sequence[str]) -> GraphMod
 
 # Operators that return one of their arguments (its position) where neither shape nor dtype changes: nothing is written in a traced graph.
 _COPIES = {
-    torch.ops.aten.clone.default: 0,
-    torch.ops.aten.detach.default: 0,
-    torch.ops.aten.view.default: 0,
-    torch.ops.aten._to_copy.default: 0,
-    torch.ops.aten.copy.default: 1,
+    aten.clone.default: 0,
+    aten.detach.default: 0,
+    aten.view.default: 0,
+    aten._to_copy.default: 0,
+    aten.copy.default: 1,
 }
 
 
@@ -275,11 +277,11 @@ def _choose(at: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Argumen
             return None
         if (deeper := _sink(at, a, b, sunk)) is not None:
             return deeper
-        op = torch.ops.aten.where.self
+        op = aten.where.self
     elif isinstance(a, Node) and a.meta["val"].dim() == 0 and a.meta["val"].dtype == torch.float64:
-        op = torch.ops.aten.where.ScalarOther
+        op = aten.where.ScalarOther
     elif isinstance(b, Node) and b.meta["val"].dim() == 0 and b.meta["val"].dtype == torch.float64:
-        op = torch.ops.aten.where.ScalarSelf
+        op = aten.where.ScalarSelf
     else:
         return None
     with at.graph.inserting_before(at):
@@ -297,11 +299,10 @@ def _choose(at: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Argumen
 
 
 _TENSORS: Final[dict[str, Callable[..., Tensor]]] = {
-    "sqrt": torch.sqrt, "exp": torch.exp, "expm1": torch.expm1, "log1p": torch.log1p, "log2": torch.log2, "log10": torch.log10,
-    "cos": torch.cos, "sin": torch.sin, "tanh": torch.tanh, "fabs": torch.abs, "pow": torch.pow,
+    **{name: getattr(torch, name) for name in "sqrt exp expm1 log1p log2 log10 cos sin tanh pow isnan isinf isfinite".split()},
+    "fabs": torch.abs,
     "log": lambda x, base=None: torch.log(x) if base is None else torch.log(x) / math.log(base),
-    "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite,
-}  # fmt: skip
+}
 """Name of a `math` function of one or two numbers -> the same function on tensors."""
 
 

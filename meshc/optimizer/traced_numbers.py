@@ -26,9 +26,8 @@ from meshc.optimizer.spec import RELATIONS, NumberGuard
 from meshc.private import DataDependentOutputException
 
 _COMPARISONS = {
-    "__ne__": "!=", "ne": "!=", "__eq__": "==", "eq": "==", "__gt__": ">", "gt": ">", "__lt__": "<", "lt": "<", "__ge__": ">=", "ge": ">=",
-    "__le__": "<=", "le": "<=",
-}  # fmt: skip
+    key: sign for sign, relation in RELATIONS.items() for key in (relation.__name__, f"__{relation.__name__}__")
+}
 _PYTHON: dict[str, Function] = {
     "add": operator.add, "__add__": operator.add, "__radd__": operator.add, "sub": operator.sub, "__sub__": operator.sub,
     "__rsub__": lambda a, b: b - a, "mul": operator.mul, "__mul__": operator.mul, "__rmul__": operator.mul, "div": operator.truediv,
