@@ -22,9 +22,9 @@ import contextlib
 import importlib
 import os
 import sys
-import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class Dependencies:
 
 
 def trace_dependencies(
-    read: Iterable[ReadPlace], numbers: Collection[ReadPlace], code: Iterable[types.CodeType], unplaced: Sequence[str], here: ProcessValues
+    read: Iterable[ReadPlace], numbers: Collection[ReadPlace], code: Iterable[CodeType], unplaced: Sequence[str], here: ProcessValues
 ) -> Dependencies:
     """Dependencies of one trace. `read`: the places it has read, of which `numbers` are inputs; `unplaced`: constants without a place."""
     ran = [one for one in code if not traced_code.is_stock(one)]
@@ -146,13 +146,13 @@ def _is_compared_before(place: ReadPlace) -> bool:
     return read_places.is_own(place.root) and any(kind == NTH for kind, _ in place.steps)
 
 
-def _globals_by_code(functions: Iterable[types.FunctionType | None]) -> dict[types.CodeType, Mapping[str, object]]:
+def _globals_by_code(functions: Iterable[FunctionType | None]) -> dict[CodeType, Mapping[str, object]]:
     """Code objects of functions, nested ones included, with the globals that each reads."""
     known = [one for one in functions if one is not None]
     return {code: one.__globals__ for one in known for code in traced_code.nested_code(one.__code__)}
 
 
-def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: PlaceLookup) -> ReadPlace | None:
+def _place_by_name(code: CodeType, modules: Mapping[str, str], there: PlaceLookup) -> ReadPlace | None:
     """The place of code that no known place holds: under its name in the module of its file, or inside the function of that name."""
     module = modules.get(os.path.abspath(code.co_filename))
     if module is None:
@@ -160,7 +160,7 @@ def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: Plac
     *owners, name = traced_code.qualified_name(code).split(".<locals>")[0].split(".")
     steps = tuple(step for owner in owners for step in ((ATTRIBUTE, owner), (ATTRIBUTE, "__dict__")))
     place = ReadPlace(module, (*steps, (ITEM if steps else ATTRIBUTE, name)))
-    found, seen = [place], set[types.FunctionType]()
+    found, seen = [place], set[FunctionType]()
     for place in found:  # grows: a decorator's wrapper holds the function
         function = function_of(there.at(place)[0])
         if function is None or function in seen:
@@ -174,9 +174,7 @@ def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: Plac
     return None
 
 
-def _reason_not_portable(
-    ran: Iterable[types.CodeType], functions: Mapping[types.CodeType, Mapping[str, object]], unplaced: Sequence[str]
-) -> str:
+def _reason_not_portable(ran: Iterable[CodeType], functions: Mapping[CodeType, Mapping[str, object]], unplaced: Sequence[str]) -> str:
     for one in ran:
         if traced_code.is_generated(one):
             continue

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from meshc.errors import InputError
-from meshc.ir.graph import results_of
+from meshc.ir.graph import placeholders, results_of
 from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
 from meshc.optimizer.spec import ADAM_NUMBERS, FIRST, SGD_NUMBERS, GroupSpec
@@ -36,7 +36,9 @@ def update_nodes(
     A traced update depends on the parameter's global shape and dtype, read from `like` (default: `param` itself).
     """
     if group.kind == "other":
-        return _inline(group, param, grad, state, numbers, call, cast(Tensor, param) if like is None else like)
+        sources = {"param": param, "grad": grad, **{key_of("state", name): value for name, value in state.items()}}
+        sources |= {key_of("number", name): value for name, value in numbers.items()}
+        return _inline(group, sources, call, cast(Tensor, param) if like is None else like)
     ops = torch.ops.meshc
     call_form: tuple[Any, Sequence[str], Sequence[str], Sequence[str]]
     if group.kind == "sgd" and group.flag("momentum"):
@@ -55,30 +57,18 @@ def update_nodes(
     return call(operator.getitem, result, 0), {name: call(operator.getitem, result, i) for i, name in enumerate(names, 1)}
 
 
-def _inline(
-    group: GroupSpec,
-    param: Value,
-    grad: Value,
-    state: Mapping[str, Value],
-    numbers: Mapping[str, Value],
-    call: Callable[..., Value],
-    like: Tensor,
-) -> tuple[Value, dict[str, Value]]:
+def _inline(group: GroupSpec, sources: Mapping[str, Value], call: Callable[..., Value], like: Tensor) -> tuple[Value, dict[str, Value]]:
     update = group.traced.get((tuple(like.shape), like.dtype))
     if update is None:
         raise InputError(
             f"{group.optimizer}: no update was traced for a parameter of shape {tuple(like.shape)} and {like.dtype} in group "
             f"{group.index}. Pass the described parameter as `like`."
         )
-    sources = {"param": param, "grad": grad, **{key_of("state", name): value for name, value in state.items()}}
-    sources |= {key_of("number", name): value for name, value in numbers.items()}
-    values: dict[Node, Value] = {}
-    inputs = iter(update.inputs)
-    for node in update.graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = sources[next(inputs)]
-        elif node.op == "call_function":
+    graph = update.graph.graph
+    values: dict[Node, Value] = dict(zip(placeholders(graph), map(sources.__getitem__, update.inputs), strict=True))
+    for node in graph.nodes:
+        if node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), cast(Callable[[Node], Argument], values.__getitem__))
             values[node] = call(node.target, *args, **kwargs)
-    results = dict(zip(update.outputs, [values[node] for node in results_of(update.graph.graph)], strict=True))
+    results = dict(zip(update.outputs, [values[node] for node in results_of(graph)], strict=True))
     return results.pop("param"), {name_of(key): value for key, value in results.items()}
