@@ -29,7 +29,7 @@ from meshc.passes.flow import behind_the_cut
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value, value_record
 from meshc.passes.phases.zigzag_axes import zigzag
-from meshc.passes.place.token_shardings import sharding_by_tokens
+from meshc.passes.place.token_shardings import axes_by_token, sharding_by_tokens
 from meshc.rules import tile_order
 
 ENDS: Final = 2
@@ -130,8 +130,7 @@ class _Ordering:
         if instance is None or value[0] in self.assignment.chosen:
             yield value, want
             return
-        tokens = {token: part.axes for parts, row in zip(want.dims, instance.results[value[1]], strict=True)
-                  for part, token in zip(parts, row, strict=True)}  # fmt: skip
+        tokens = axes_by_token(want, instance.results[value[1]])
         if not in_any_order(instance, [token for token, axes in tokens.items() if axes[:1] == (self.along.axis,)]):
             yield value, want
             return
