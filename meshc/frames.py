@@ -56,5 +56,5 @@ def within_torchs_forward(stack: traceback.StackSummary) -> bool:
 
 def warn_at_users_line(text: str) -> None:
     """Issue a UserWarning at the innermost user frame of the current stack."""
-    users = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-    warnings.warn_explicit(text, UserWarning, *((users[-1].filename, users[-1].lineno or 0) if users else ("", 0)))
+    place = innermost(traceback.extract_stack()) or Source()
+    warnings.warn_explicit(text, UserWarning, place.file, place.line)

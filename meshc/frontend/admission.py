@@ -81,22 +81,22 @@ def refuse_kind(what: Any) -> None:
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
     advice = MODELS.get(name_of(type(model)))
     if advice is not None:
-        raise CaptureError(f"meshc traces Python, and this is {_a(type(model).__name__)}: its Python is gone\n  what to do: {advice}")
+        raise CaptureError(f"meshc traces Python, and this is {_a(model)}: its Python is gone\n  what to do: {advice}")
     if isinstance(model, type):
         raise CaptureError(f"{model.__name__} is a class\n  what to do: give meshc an instance: {model.__name__}(...)")
     if model is not what and not isinstance(model, nn.Module):
         raise CaptureError(
-            f"a TrainStep trains a module, and its model is {_a(type(model).__name__)}\n"
+            f"a TrainStep trains a module, and its model is {_a(model)}\n"
             "  what to do: TrainStep(model, ...) with an nn.Module that holds the parameters"
         )
     if model is not what and what.loss is not None and not callable(what.loss):
         raise CaptureError(
-            f"the loss of a TrainStep is a function of the model's output, not {_a(type(what.loss).__name__)}\n"
+            f"the loss of a TrainStep is a function of the model's output, not {_a(what.loss)}\n"
             "  what to do: TrainStep(..., loss=torch.nn.functional.cross_entropy), or a function of your own"
         )
     if not callable(model):
         raise CaptureError(
-            f"meshc compiles a module, a TrainStep or a function, not {_a(type(model).__name__)}\n"
+            f"meshc compiles a module, a TrainStep or a function, not {_a(model)}\n"
             "  what to do: meshc.compile(model, mesh, ...)"
         )
 
@@ -104,9 +104,9 @@ def refuse_kind(what: Any) -> None:
 def refuse_examples(args: object, kwargs: object) -> None:
     """Refuses `args` that are no sequence, such as a bare tensor, and `kwargs` that are no mapping. Raises InputError."""
     if isinstance(args, Tensor) or not isinstance(args, Sequence):
-        raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
+        raise InputError(f"args is a sequence of positional arguments, not {_a(args)}\n  what to do: args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(f'kwargs has arguments by name; it is {_a(type(kwargs).__name__)}\n  what to do: kwargs={{"x": x}}')
+        raise InputError(f'kwargs has arguments by name; it is {_a(kwargs)}\n  what to do: kwargs={{"x": x}}')
 
 
 def refuse_empty(inputs: Iterable[tuple[str, Tensor]]) -> None:
@@ -138,8 +138,7 @@ def refuse_inputs(names: Sequence[str], args: Sequence[object], kwargs: Mapping[
     for name, leaf in [*zip(names, leaves, strict=True), *[("of the model", value) for value in packed]]:
         for which, advice in INPUTS:
             if which(leaf):
-                kind = type(leaf)
-                faults.append(f"input {name} is {_a(kind.__name__)}; what to do: {advice.format(name=kind.__name__)}")
+                faults.append(f"input {name} is {_a(leaf)}; what to do: {advice.format(name=type(leaf).__name__)}")
     found = [fault for fault in faults if fault]
     if found:
         raise InputError("inputs that no program takes:\n  " + "\n  ".join(found))
@@ -266,5 +265,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _a(name: str) -> str:
+def _a(value: object) -> str:
+    """The name of a value's class, with its article."""
+    name = type(value).__name__
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
