@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Final, TypeVar, cast
@@ -26,17 +26,13 @@ Given = TypeVar("Given", bound=CompilationPhase)
 Left = TypeVar("Left", bound=CompilationPhase)
 
 
-def run_pass(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
-    return _run_verified(each, phase, hook, StructureCheck(phase))
-
-
-def _run_verified(each: Pass[Given, Left], phase: Given, hook: Hook | None, structure: StructureCheck) -> Left:
+def run_pass(each: Pass[Given, Left], phase: Given, hook: Hook | None = None, structure: StructureCheck | None = None) -> Left:
+    """The phase that a pass returns. `structure`: the check of the given phase, if there is one."""
+    structure = structure or StructureCheck(phase)
     start = time.process_time()
     with part(f"the pass {each.name}"), restore_levels():
-        if each.when is not None and not each.when(phase):
-            left = cast(Left, phase)
-        else:
-            left = call_in_large_frame(each.run, phase)
+        left_out = each.when is not None and not each.when(phase)
+        left = cast(Left, phase) if left_out else call_in_large_frame(each.run, phase)
         seconds = time.process_time() - start
         structure.verify(left)
     left = replace(left, seconds={**left.seconds, each.name: seconds})
@@ -49,7 +45,7 @@ def run_passes(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | Non
     last: StructureCheck | None = None
     for each in passes:
         last = StructureCheck(phase, last)
-        phase = _run_verified(each, phase, hook, last)
+        phase = run_pass(each, phase, hook, last)
     return phase
 
 
@@ -88,7 +84,9 @@ class StructureCheck:
                     raise MalformedGraph("two of its ports are one")
                 verify_graph(graph, len(inputs), len(outputs), left.sizes if isinstance(left, LoweredProgram) else None, self.records)
         if isinstance(left, LoweredProgram) and left.pipeline is not None:
-            _verify_ranks({name: stage.graph for name, stage in left.stages.items()}, left.pipeline.schedule.ranks)
+            ranks = [[f"{when}_{rank}" for when in ("before", "after")] for rank in range(left.pipeline.schedule.ranks)]
+            graphs = {name: stage.graph for name, stage in left.stages.items()}
+            verify_meetings(graphs, [[name for name in names if name in graphs] for names in ranks])
 
     def _has_changed(self, graph: Graph) -> bool:
         before, now = self.nodes.get(graph, ()), _parts(graph)
@@ -116,6 +114,3 @@ def _graphs(phase: CompilationPhase) -> Iterator[tuple[Graph, Ports]]:
         yield from ((module.graph, ((), ())) for module in modules if isinstance(module, GraphModule))
 
 
-def _verify_ranks(graphs: Mapping[str, Graph], count: int) -> None:
-    once = [[f"{when}_{rank}" for when in ("before", "after")] for rank in range(count)]
-    verify_meetings(graphs, [[name for name in names if name in graphs] for names in once])

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 from torch.fx import Graph, Node
@@ -27,7 +27,6 @@ from meshc.passes.depth.mentions import LayerRenaming, Mentions
 from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.captured_depth import Depth
-from meshc.passes.phases.lazy_value import LazyValue
 from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Port
 
@@ -264,9 +263,9 @@ class NumberSteps:
 # up the forward operator of a gradient in this view, and verification runs it.
 
 
-def view_of(joint: Joint, depth: Depth | None) -> LazyValue[Joint]:
+def view_of(joint: Joint, depth: Depth | None) -> Callable[[], Joint]:
     """Grown on first use, since most compilations need none. Raises Unequal then."""
-    return LazyValue((lambda: joint) if depth is None else partial(_grow_view, joint, depth))
+    return (lambda: joint) if depth is None else cache(partial(_grow_view, joint, depth))
 
 
 def _grow_view(joint: Joint, depth: Depth) -> Joint:

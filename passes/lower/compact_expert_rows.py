@@ -63,7 +63,10 @@ def compact_graph(graph: Graph) -> None:
     nodes = list(graph.nodes)
     found = [layer for node in nodes if (layer := _expert_rows(node, nodes)) is not None]
     for layer in found:
-        _rewrite(graph, layer, nodes)
+        writer = _CompactRowsWriter(graph, layer)
+        for node in nodes:
+            with graph.inserting_before(node):
+                writer.write(node)
     if found:
         graph.eliminate_dead_code()
 
@@ -103,25 +106,15 @@ def _expert_rows(own: Node, nodes: Sequence[Node]) -> _ExpertRows | None:
     made = own.args[0] if is_getitem(own) and own.args[1] == 0 else None
     if not isinstance(made, Node) or made.target is not meshc.group_choices.default or made.args[1] != 1:
         return None
-    count = made.args[2]
-    choices = _choice_views(own)
+    count, choices = made.args[2], [own]
+    for node in choices:
+        choices += [user for user in node.users if user.target is aten.reshape.default]
     products = [user for choice in choices for user in choice.users if user.target in (meshc.group_mm.default, meshc.group_outer.default)]
     if not isinstance(count, int) or not products or not all(_fits(product, choices, count) for product in products):
         return None
     layer = _ExpertRows(own, count, {}, [], products)
-    return (
-        replace(layer, dims=found[0], ends=found[1])
-        if layer.choice_count > 1 and (found := _trace_rows(layer, nodes)) is not None
-        else None
-    )
-
-
-def _choice_views(own: Node) -> list[Node]:
-    """The choices and all reshapes of them."""
-    found = [own]
-    for node in found:
-        found += [user for user in node.users if user.target is aten.reshape.default]
-    return found
+    found = _trace_rows(layer, nodes) if layer.choice_count > 1 else None
+    return None if found is None else replace(layer, dims=found[0], ends=found[1])
 
 
 def _fits(product: Node, choices: Sequence[Node], count: int) -> bool:
@@ -193,16 +186,6 @@ def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _ExpertRo
     return next((dim for dim in (0, 1) if shape[: dim + 1] == (1,) * dim + (layer.choice_count,) and {len(shape) - dim} == behind), None)
 
 
-def _rewrite(graph: Graph, layer: _ExpertRows, nodes: Sequence[Node]) -> None:
-    writer = _CompactRowsWriter(graph, layer)
-    for node in nodes:
-        with graph.inserting_before(node):
-            if node in layer.dims:
-                writer.rows[node] = writer.write_rows(node)
-            elif node in layer.products:
-                writer.sum_of_outer(node)
-            elif node in layer.ends:
-                writer.put_back(node, writer.rows[node.all_input_nodes[0]])
 
 
 class _CompactRowsWriter:
@@ -223,7 +206,16 @@ class _CompactRowsWriter:
             self.ends = call(graph, ends, operator.getitem, both, 1)
             self.used = call(graph, used, operator.getitem, both, 0)
 
-    def write_rows(self, node: Node) -> Node:
+    def write(self, node: Node) -> None:
+        """Emits what replaces a node, if it is one of the layer's."""
+        if node in self.layer.dims:
+            self.rows[node] = self._write_rows(node)
+        elif node in self.layer.products:
+            self._sum_of_outer(node)
+        elif node in self.layer.ends:
+            self._put_back(node, self.rows[node.all_input_nodes[0]])
+
+    def _write_rows(self, node: Node) -> Node:
         """The replacement of a node whose value is rows."""
         source, layer = node.args[0], self.layer
         if isinstance(source, Node) and source.target in HANDED and source.args[1] is layer.own:
@@ -258,7 +250,7 @@ class _CompactRowsWriter:
         start = start % size if start < 0 else start
         return self._call(_of_rows(node, 1), meshc.rows_spread.default, rows, dim, size, start, step)
 
-    def sum_of_outer(self, node: Node) -> None:
+    def _sum_of_outer(self, node: Node) -> None:
         """Replaces a product that sums over rows; computed transposed where all readers transpose it."""
         left, right = (self._rows(operand, 1) for operand in node.args[:2])
         made, readers = record(node), list(node.users)
@@ -270,14 +262,14 @@ class _CompactRowsWriter:
         for reader in readers:
             reader.replace_all_uses_with(outer)
 
-    def put_back(self, end: Node, rows: Node) -> None:
+    def _put_back(self, end: Node, rows: Node) -> None:
         """Replaces the readers of `end`, or of reshapes of it, which read rows in their places, by operators on used rows."""
         layer = self.layer
         for reader in list(end.users):
             made = record(reader)
             with self.graph.inserting_before(reader):
                 if reader.target is aten.reshape.default:
-                    self.put_back(reader, rows)
+                    self._put_back(reader, rows)
                 elif reader.target in BROUGHT:
                     flat = self._reshape(rows, [1, -1, made.shape[-1]])
                     like = replace(made, shape=(layer.tokens, made.shape[-1]))
@@ -292,11 +284,9 @@ class _CompactRowsWriter:
     def _rows(self, operand: Argument, dim: int) -> Node:
         """The replacement of an operand; rows picked from it if it has a position for each place."""
         assert isinstance(operand, Node)
-        if operand in self.rows:
-            return self.rows[operand]
-        if (operand, dim) not in self.picked:
+        if operand not in self.rows and (operand, dim) not in self.picked:
             self.picked[operand, dim] = self._pick_rows(operand, dim)
-        return self.picked[operand, dim]
+        return self.rows.get(operand) or self.picked[operand, dim]
 
     def _pick_rows(self, operand: Node, dim: int) -> Node:
         made, places = record(operand), self.layer.choice_count

@@ -25,9 +25,9 @@ from torch.fx import Graph, Node
 from meshc.cost.devices import devices_of
 from meshc.cost.links import across_and_inside, collective_seconds
 from meshc.errors import PlanError
-from meshc.ir import is_getitem, local_bytes, record, records, spmd
+from meshc.ir import is_getitem, local_bytes, phase_of, record, spmd
 from meshc.ir.functions import Function
-from meshc.ir.graph import ancestors_of, call, descendants_of
+from meshc.ir.graph import ancestors_of, call, descendants_of, put_in_order
 from meshc.ir.nodes import Record
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.lower.dispatch_hops import Choices, DispatchHops, leading_parts
@@ -304,26 +304,12 @@ def _matching_weights(weights: RoutingWeights, beside: Node, point: Node) -> Rou
 def _make_order(weights: RoutingWeights, point: Node) -> bool:
     """Moves the nodes that compute `weights` before `point`, and their readers behind it. False, with nothing moved, if that is
     impossible."""
-    order = {node: number for number, node in enumerate(point.graph.nodes)}
-    at = order[point]
-    late = [node for node in ancestors_of([weights.local], lambda node: order[node] > at) if order[node] >= at]
-    early = [
-        node for node in descendants_of([weights.whole], lambda node: order[node] < at) if order[node] < at and node is not weights.whole
-    ]
-    first = min((order[node] for node in early), default=at)
-    read = ancestors_of([point], lambda node: order[node] > first)
-    if point in late or not _are_movable(late, point) or not _are_movable(early, point) or not read.keys().isdisjoint(early):
+    late = sorted(node for node in ancestors_of([weights.local], lambda node: node > point) if node >= point)
+    early = sorted(node for node in descendants_of([weights.whole], lambda node: node < point) - {weights.whole} if node < point)
+    read = ancestors_of([point], lambda node: bool(early) and node > early[0])
+    if point in late or any(phase_of(node) != phase_of(point) for node in (*late, *early)) or not read.keys().isdisjoint(early):
         return False
-    for node in sorted(late, key=order.__getitem__):
+    for node in late:
         point.prepend(node)
-    behind = point
-    for node in sorted(early, key=order.__getitem__):
-        behind.append(node)
-        behind = node
+    put_in_order([point, *early])
     return True
-
-
-def _are_movable(nodes: Sequence[Node], point: Node) -> bool:
-    """Whether all nodes are calls of the phase of `point`."""
-    there = {record(point).phase}
-    return all(node.op == "call_function" and {one.phase for one in records(node)} == there for node in nodes)

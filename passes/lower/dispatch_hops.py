@@ -106,7 +106,7 @@ class DispatchHops:
         """Choices of nodes, for the tokens of ranks with this rank's place inside their nodes."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
         tokens = self._tokens() // (nodes * ranks)
-        by_node = self._choice([nodes, ranks * tokens, chosen])
+        by_node = self._reshape(self.found.choice, [nodes, ranks * tokens, chosen])
         made = replace(record(by_node), shape=(nodes, tokens, chosen), sharding=None)
         mine = call(self.graph, made, spmd.shard, by_node, 1, ranks, self._place(inside))
         flat = self._reshape(mine, [nodes * tokens, chosen])
@@ -115,7 +115,7 @@ class DispatchHops:
     def _choices_inside(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
         """Choices of ranks inside this node, for all tokens, by the node that the tokens come from."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
-        by_node = self._choice([nodes, self._tokens() // nodes, chosen])
+        by_node = self._reshape(self.found.choice, [nodes, self._tokens() // nodes, chosen])
         first = self._place(across, nodes * ranks * self.found.each)
         here = call(self.graph, replace(record(by_node), sharding=None), aten.sub.Tensor, by_node, first)
         return replace(self.found, choice=here, axes=inside)
@@ -131,8 +131,6 @@ class DispatchHops:
     def _tokens(self) -> int:
         return prod(record(self.found.choice).shape[:-1])
 
-    def _choice(self, shape: Sequence[int]) -> Node:
-        return self._reshape(self.found.choice, shape)
 
     def _count(self, axes: Sequence[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)

@@ -28,7 +28,7 @@ from meshc.ir import KEY, Record, is_integer, is_tensor, local_bytes, record, re
 from meshc.ir.graph import descendants_of, put_in_order
 from meshc.ir.layouts import all_coordinates
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.lower.whole_chains import Chain, ChainOperand, stored_sharding
+from meshc.passes.lower.whole_chains import Chain, ChainEnd, stored_sharding
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reshard import reshard
 
@@ -116,13 +116,13 @@ class ChainGroup:
         """Values that the group reads: the value itself where all members share it, otherwise the tiles from which it was gathered."""
         found: list[Node] = []
         for ones in zip(*(chain.entering for chain in self.own), strict=True):
-            sources = [one.source for one in ones]
+            sources = [one.outside for one in ones]
             found += [ones[0].value] if _same(sources) else sources
         return found
 
     def _behind(self) -> set[Node]:
         """Nodes that depend on results of the chains."""
-        kept = {one.kept for chain in self.own for one in chain.leaving}
+        kept = {one.outside for chain in self.own for one in chain.leaving}
         own = {node for chain in self.own for node in (*chain.nodes, *(x for one in chain.leaving for x in one.way))}
         return descendants_of(kept) - own
 
@@ -132,7 +132,7 @@ class ChainGroup:
         model = self.members[0]
         env: dict[Node, Node] = {}
         for place, one in enumerate(model.entering):
-            sources = [chain.entering[place].source for chain in self.members]
+            sources = [chain.entering[place].outside for chain in self.members]
             narrow = _narrowed_first(one, model)
             if _same(sources):
                 env[one.value] = one.value
@@ -147,7 +147,7 @@ class ChainGroup:
                 update(env[node], sharding=None, of="")
         instead: dict[Node, Node] = {}
         for place, left in enumerate(model.leaving):
-            instead |= self._return_results(env[left.value], [chain.leaving[place].kept for chain in self.members])
+            instead |= self._return_results(env[left.value], [chain.leaving[place].outside for chain in self.members])
         return instead
 
     def _narrow_sources(self, sources: Sequence[Node], like: Node) -> list[Node]:
@@ -224,7 +224,7 @@ class ChainGroup:
                     update(node, sharding=None)
 
 
-def _narrowed_first(one: ChainOperand, chain: Chain) -> Node | None:
+def _narrowed_first(one: ChainEnd, chain: Chain) -> Node | None:
     """A chain's cast of a gathered value to a narrower dtype, if that is its first and only reader: tiles are then sent in that dtype."""
     readers = [node for node in chain.nodes if one.value in node.all_input_nodes]
     if not one.way or len(readers) != 1 or readers[0].target is not aten._to_copy.default or readers[0].kwargs.keys() != {"dtype"}:

@@ -12,7 +12,7 @@ slice operands for an update move with it, and so do the squares of its gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
 
@@ -39,7 +39,7 @@ PARTS: Final = 2
 def move_updates_early(graph: Graph) -> None:
     """Moves each update of a graph, before fusion, to its earliest place. In place."""
     places = UpdatePlaces(graph)
-    for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
+    for part in places.parts([node for node in places.nodes if node.target in MANY]):
         places.bring(part)
 
 
@@ -80,20 +80,18 @@ class UpdatePlaces(Positions):
         self._ready: dict[Node, int] = {}
         self._moves = cache(_moves)
 
-    def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
+    def parts(self, members: Sequence[Node], limit: int | None = None) -> list[list[Node]]:
         """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
         members with the same earliest place are in one group."""
         at = {member: self.position_of(member) for member in members}
         sizes = {member: local_bytes(record(_gradient(member))) for member in members}
         enough = window_limit(sum(sizes.values()), PARTS) if limit is None else limit
-        part: list[Node] = []
+        parts: list[list[Node]] = []
         for member in sorted(members, key=at.__getitem__):
-            if part and at[member] > at[part[-1]] and sum(sizes[one] for one in part) >= enough:
-                yield sorted(part, key=self.index.__getitem__)
-                part = []
-            part.append(member)
-        if part:
-            yield sorted(part, key=self.index.__getitem__)
+            if not parts or (at[member] > at[parts[-1][-1]] and sum(sizes[one] for one in parts[-1]) >= enough):
+                parts.append([])
+            parts[-1].append(member)
+        return [sorted(part, key=self.index.__getitem__) for part in parts]
 
     def position_of(self, member: Node) -> int:
         """The position behind which a member may be placed."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import Final
 
 from torch.fx import Node
@@ -40,15 +41,15 @@ def exposed_copies_note(lowered: LoweredProgram, device: Device) -> str:
         computes += times * takes.compute
         waits += times * max(0.0, takes.total - without.total)
         copied = [(seconds, node) for node, seconds in clock.waited.items() if spmd.is_host_copy(node.target)]
-        longest = max([longest, *copied], key=lambda one: one[0])
+        longest = max([longest, *copied], key=itemgetter(0))
     link = device.host_link
     if not copies or link is None:
         return ""
-    rate = f"{device.name} ({link.bandwidth_Bps / 1e9:.1f} GB/s each way)"
-    if waits < LEAST_S:
-        return f"offload: copies take {_text(copies)} of a call on {rate}, all of them hidden behind the {_text(computes)} that it computes"
-    said = f"offload: copies take {_text(copies)} of a call on {rate}, of which {_text(waits)} {EXPOSED} the "
+    hidden = "all of them hidden behind" if waits < LEAST_S else f"of which {_text(waits)} {EXPOSED}"
+    said = f"offload: copies take {_text(copies)} of a call on {device.name} ({link.bandwidth_Bps / 1e9:.1f} GB/s each way), {hidden} the "
     said += f"{_text(computes)} that it computes"
+    if waits < LEAST_S:
+        return said
     seconds, node = longest
     if node is not None:
         size = local_bytes(record(node))

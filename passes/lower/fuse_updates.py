@@ -75,11 +75,10 @@ def _update_parts(all_members: list[Node], places: UpdatePlaces | None, limit: i
     if places is None:
         yield from split_by_widened_bytes(all_members)
         return
-    for part in list(places.parts(all_members, limit)):
-        for several in split_by_widened_bytes(part):
-            for members in split_into_windows(several, window):
-                places.bring(members)
-                yield members
+    parts = [several for part in places.parts(all_members, limit) for several in split_by_widened_bytes(part)]
+    for members in (members for several in parts for members in split_into_windows(several, window)):
+        places.bring(members)
+        yield members
 
 
 def _keeps_old_value(member: Node) -> bool:

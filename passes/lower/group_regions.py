@@ -16,7 +16,7 @@ A collective that starts as soon as its own sums over microbatches are complete 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -24,7 +24,7 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import has_record, is_getitem, record, records, runs_on_host, spmd
+from meshc.ir import has_record, is_getitem, phase_of, record, records, runs_on_host, spmd
 from meshc.ir.graph import ancestors_of, computable_from, copy_graph, placeholders, put_in_order
 from meshc.ir.keys import is_a
 from meshc.ir.regions import is_number, microbatch_integers, set_region, why_alone, writes
@@ -104,13 +104,9 @@ BACK: Final = 2
 def layer_parts(nodes: Sequence[Node]) -> list[int]:
     """The part number of each node of a region, in order; 0 for all where the region is not cut."""
     places = [(records(node)[0].phase, tuple(_items(_module(node)))) for node in nodes]
-    numbers: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for phase, items in places:
-        for path, number in items:
-            numbers[phase, path].add(number)
+    count = Counter((phase, path) for phase, path, _ in {(phase, *item) for phase, items in places for item in items})
     labels = [
-        next(((phase, path, number) for path, number in reversed(items) if len(numbers[phase, path]) >= MANY), None)
-        for phase, items in places
+        next(((phase, path, number) for path, number in reversed(items) if count[phase, path] >= MANY), None) for phase, items in places
     ]
     found, part, last = [], 0, None
     for label in labels:
@@ -124,11 +120,9 @@ def layer_parts(nodes: Sequence[Node]) -> list[int]:
 
 def _module(node: Node) -> str:
     """The module path of a node; for a node of an update, that of its first operand that has one."""
-    own = records(node)[0]
-    if own.source.module or own.phase != "update":
-        return own.source.module
-    read = (records(operand)[0].source.module for operand in node.all_input_nodes if has_record(operand) and records(operand))
-    return next((module for module in read if module), "")
+    among = (node, *node.all_input_nodes) if phase_of(node) == "update" else (node,)
+    found = (records(one)[0].source.module for one in among if has_record(one) and records(one))
+    return next(filter(None, found), "")
 
 
 def _items(module: str) -> Iterator[tuple[str, str]]:
@@ -192,15 +186,11 @@ def _delayable_nodes(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or writes(node) or spmd.is_host_copy(node.target):
             continue
-        phase, again = records(node)[0].phase, records(node)[0].again
-        moves = is_view(node) or spmd.is_collective(node.target) and not spmd.joins_stages(node)
-        if again or phase == "backward" and moves and all(operand in found or _is_of_forward(operand) for operand in node.all_input_nodes):
+        moves = phase_of(node) == "backward" and (is_view(node) or spmd.is_collective(node.target) and not spmd.joins_stages(node))
+        waits = any(operand not in found and phase_of(operand) != "forward" for operand in node.all_input_nodes)
+        if records(node)[0].again or moves and not waits:
             found.add(node)
     return found
-
-
-def _is_of_forward(node: Node) -> bool:
-    return node.op == "call_function" and records(node)[0].phase == "forward"
 
 
 def runs_alone(node: Node, changing: set[Node]) -> bool:
@@ -213,14 +203,11 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
     return stays(node) or grows_alone(node) or fills_alone(node) or bool(why_alone(node, changing))
 
 
-def _parameter_values(stage: Stage) -> set[Node]:
-    """Parameters on the device, and values computed from them alone up to and including their gathers."""
-    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and record(node).storage == "device"]
-    return computable_from(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 
 class _Levels:
     """found    node -> level;  highest  the highest of these
+    stored     parameters on the device, and values computed from them alone up to and including their gathers
     windows    gather -> number of its window
     starts     number of a window -> the level of its first gather
     read       the number of the window that is being read
@@ -232,7 +219,8 @@ class _Levels:
     """
 
     def __init__(self, stage: Stage, window: int | None) -> None:
-        self.stored = _parameter_values(stage)
+        parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and record(node).storage == "device"]
+        self.stored = computable_from(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
         self.changing = microbatch_integers(stage.graph)
         self.borders = updates_amid_backward(stage.graph)
         self.windows = {gather: number for number, gathers in enumerate(prefetch_windows(stage.graph, window)) for gather in gathers}
@@ -258,15 +246,13 @@ class _Levels:
             return self._gather(node, behind) if node in self.windows else max(self.floor - 1, behind)
         self._begin_window(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
-        if spmd.is_host_copy(node.target) or runs_on_host(node):
+        ends = spmd.is_host_copy(node.target) or runs_on_host(node) or node in self.borders
+        if ends or writes(node):
             level = max(level, self.highest)
+        if ends:
             self.floor = level + 1
         if writes(node):
-            level = max(level, self.highest)
             self.after |= dict.fromkeys(_written_memory(node), level + 1)
-        if node in self.borders:
-            level = max(level, self.highest)
-            self.floor = level + 1
         if spmd.is_collective(node.target) and spmd.joins_stages(node):
             level = self.joined = max(level, self.joined)
         return level

@@ -11,6 +11,7 @@ where this adds no bytes going in or out. It depends on no coordinate, so it is 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,20 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import comparison_key, has_record, is_getitem, is_integer, is_tensor, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir import (
+    comparison_key,
+    has_record,
+    is_getitem,
+    is_integer,
+    is_tensor,
+    local_bytes,
+    phase_of,
+    record,
+    records,
+    runs_on_host,
+    spmd,
+)
+from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ir.sharding import Sharding
 
 aten = torch.ops.aten
@@ -30,20 +44,12 @@ PIECES: Final = (aten.slice.Tensor, aten.reshape.default)
 
 
 @dataclass(frozen=True)
-class ChainOperand:
-    """An operand of a chain. `source`: the tile from which it was gathered, or the value itself; `way`: the nodes that gather it."""
+class ChainEnd:
+    """An operand or a result of a chain. `outside`: the tile from which the operand was gathered, or what others read of the result, or the
+    value itself; `way`: the nodes that gather the operand, or cut the tile."""
 
     value: Node
-    source: Node
-    way: tuple[Node, ...] = ()
-
-
-@dataclass(frozen=True)
-class ChainResult:
-    """A result of a chain. `kept`: what others read of it, a tile or the value itself; `way`: the nodes that cut the tile."""
-
-    value: Node
-    kept: Node
+    outside: Node
     way: tuple[Node, ...] = ()
 
 
@@ -52,8 +58,8 @@ class Chain:
     """`key` is equal for chains that compute the same on values of equal shapes and shardings."""
 
     nodes: tuple[Node, ...]
-    entering: tuple[ChainOperand, ...]
-    leaving: tuple[ChainResult, ...]
+    entering: tuple[ChainEnd, ...]
+    leaving: tuple[ChainEnd, ...]
     key: object
 
     @property
@@ -63,8 +69,7 @@ class Chain:
     @property
     def axes(self) -> frozenset[str]:
         """Axes that split its sources or its kept results."""
-        ends = [*(one.source for one in self.entering), *(one.kept for one in self.leaving)]
-        return frozenset(axis for end in ends for axis in stored_sharding(end).split_axes())
+        return frozenset(axis for end in (*self.entering, *self.leaving) for axis in stored_sharding(end.outside).split_axes())
 
     @property
     def spared_nodes(self) -> list[Node]:
@@ -82,12 +87,11 @@ def chains(graph: Graph) -> list[Chain]:
     alike = _replicated_operators(order)
     number = _chain_numbers(order, _between(order, alike))
     _with_its_own(order, alike, number)
-    members: dict[int, list[Node]] = {}
+    members: dict[int, list[Node]] = defaultdict(list)
     for node in order:
         if node in number:
-            members.setdefault(number[node], []).append(node)
-    found = [_chain(nodes) for nodes in members.values()]
-    return [chain for chain in found if chain is not None]
+            members[number[node]].append(node)
+    return [chain for nodes in members.values() if (chain := _chain(nodes)) is not None]
 
 
 def stored_sharding(node: Node) -> Sharding:
@@ -99,9 +103,9 @@ def stored_sharding(node: Node) -> Sharding:
 
 def is_whole(node: Node) -> bool:
     """Whether every rank has all of a value, by its type."""
-    if not has_record(node) or is_integer(node):
+    if not has_record(node):
         return False
-    return all(one.sharding is not None and not one.sharding.axes() for one in records(node))
+    return all(one.sharding is not None and not one.sharding.axes() for one in records(node)) and not is_integer(node)
 
 
 # ------------------------------------------------------------------------------------------------------------------- what is alike
@@ -111,9 +115,8 @@ def _replicated_operators(order: Iterable[Node]) -> set[Node]:
     """Operators of the update that compute the same on all ranks."""
     found: set[Node] = set()
     for node in order:
-        made = records(node) if node.op == "call_function" else ()
-        if made and made[0].phase == "update" and not spmd.is_function(node.target):
-            plain = all(one.dtype is not None for one in made) and not runs_on_host(node)
+        if phase_of(node) == "update" and not spmd.is_function(node.target) and not runs_on_host(node):
+            plain = all(one.dtype is not None for one in records(node))
             if plain and all(one in found or is_whole(one) for one in node.all_input_nodes):
                 found.add(node)
     return found
@@ -122,15 +125,11 @@ def _replicated_operators(order: Iterable[Node]) -> set[Node]:
 def _between(order: Sequence[Node], alike: Collection[Node]) -> set[Node]:
     """Products, and operators on a path between two of them."""
     products = {node for node in order if node in alike and flops(node)}
-    behind: set[Node] = set()
-    for node in order:
-        if node in alike and (node in products or any(one in behind for one in node.all_input_nodes)):
-            behind.add(node)
-    ahead: set[Node] = set()
-    for node in reversed(order):
-        if node in alike and (node in products or any(user in ahead for user in node.users)):
-            ahead.add(node)
-    return behind & ahead
+    def inside(node: Node) -> bool:
+        return node in alike
+
+    behind, ahead = descendants_of(products, through=inside), ancestors_of(products, through=inside)
+    return {node for node in alike if node in behind and node in ahead}
 
 
 def _chain_numbers(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
@@ -186,8 +185,9 @@ def _bytes(nodes: Iterable[Node]) -> int:
 def _chain(nodes: Sequence[Node]) -> Chain | None:
     """The chain of these nodes; None where a result is not whole, or there are no operands or results."""
     own = set(nodes)
-    entering = [_entering(one) for one in dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)]
-    leaving: list[ChainResult] = []
+    read = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)
+    entering = [ChainEnd(one, way[-1].all_input_nodes[0] if way else one, way) for one in read for way in [_way(one)]]
+    leaving: list[ChainEnd] = []
     for node in nodes:
         readers = [user for user in node.users if user not in own]
         if readers and not (is_tensor(node) and is_whole(node)):
@@ -195,15 +195,10 @@ def _chain(nodes: Sequence[Node]) -> Chain | None:
         tiles = [_leaving(node, reader) for reader in readers]
         leaving += [one for one in tiles if one is not None]
         if None in tiles:
-            leaving.append(ChainResult(node, node))
+            leaving.append(ChainEnd(node, node))
     if not entering or not leaving:
         return None
     return Chain(tuple(nodes), tuple(entering), tuple(leaving), _key(nodes, entering, leaving))
-
-
-def _entering(value: Node) -> ChainOperand:
-    way = _way(value)
-    return ChainOperand(value, way[-1].all_input_nodes[0], way) if way else ChainOperand(value, value)
 
 
 def _way(value: Node) -> tuple[Node, ...]:
@@ -222,28 +217,28 @@ def _way(value: Node) -> tuple[Node, ...]:
     return tuple(found[:gathered]) if is_whole(value) else ()
 
 
-def _leaving(value: Node, reader: Node) -> ChainResult | None:
+def _leaving(value: Node, reader: Node) -> ChainEnd | None:
     """The tile that is cut from a value and read in its stead; None where a reader takes the whole value."""
     way: list[Node] = []
-    kept: ChainResult | None = None
+    kept: ChainEnd | None = None
     at = reader
     while (at.target in PIECES or at.target is spmd.shard) and not record(at).of:
         way.append(at)
         if record(at).sharding is not None and any(one.target is spmd.shard for one in way):
-            kept = ChainResult(value, at, tuple(way))
+            kept = ChainEnd(value, at, tuple(way))
         if len(at.users) != 1:
             break
         (at,) = at.users
     return kept
 
 
-def _key(nodes: Sequence[Node], entering: Sequence[ChainOperand], leaving: Sequence[ChainResult]) -> object:
+def _key(nodes: Sequence[Node], entering: Sequence[ChainEnd], leaving: Sequence[ChainEnd]) -> object:
     names: dict[Node, tuple[str, int]] = {node: ("made", index) for index, node in enumerate(nodes)}
     names |= {one.value: ("given", index) for index, one in enumerate(entering)}
-    given = tuple((record(one.value).shape, record(one.value).dtype, cuts(one.source)) for one in entering)
+    given = tuple((record(one.value).shape, record(one.value).dtype, cuts(one.outside)) for one in entering)
     made = [tuple((one.shape, one.dtype) for one in records(node)) for node in nodes]
     calls = tuple((node.target, _argument_key((node.args, node.kwargs), names), shapes) for node, shapes in zip(nodes, made, strict=True))
-    return given, calls, tuple((names[one.value], cuts(one.kept)) for one in leaving)
+    return given, calls, tuple((names[one.value], cuts(one.outside)) for one in leaving)
 
 
 def _argument_key(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:

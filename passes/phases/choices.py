@@ -26,12 +26,12 @@ class Directive:
 
     def along(self, axes: Collection[str]) -> Directive:
         """The part about these axes."""
-        tokens = {token: tuple(axis for axis in row if axis in axes) for token, row in self.tokens.items()}
-        return Directive(
-            tuple(axis for axis in self.axes if axis in axes),
-            {token: row for token, row in tokens.items() if row},
-            tuple(axis for axis in self.deferred if axis in axes),
-        )
+
+        def among(row: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in row if axis in axes)
+
+        tokens = {token: kept for token, row in self.tokens.items() if (kept := among(row))}
+        return Directive(among(self.axes), tokens, among(self.deferred))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class LoweredProgram(CompilationPhase):
     @property
     def joint(self) -> Joint:
         """The operator graph of the whole model's global view."""
-        return self.placed.view.value
+        return self.placed.view()
 
     def as_program(self) -> PlainProgram:
         """The program as far as it is known, for dumps, checks and costs."""

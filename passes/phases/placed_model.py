@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -15,7 +15,6 @@ from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Value
-from meshc.passes.phases.lazy_value import LazyValue
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import Joint, TracedModel
 
@@ -55,7 +54,7 @@ class PlacedModel(CompilationPhase):
 
     traced: TracedModel
     joint: Joint
-    view: LazyValue[Joint]
+    view: Callable[[], Joint]
     factors: Factors
     names: FactorNames
     pins: Pins = Pins()

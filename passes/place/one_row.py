@@ -27,7 +27,6 @@ from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
 from meshc.passes.phases.compilation_phase import CompilationPhase, begin
 from meshc.passes.phases.factors import Factors
-from meshc.passes.phases.lazy_value import LazyValue
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import OpenedDims, Request
@@ -108,7 +107,7 @@ def settle(lowered: LoweredProgram) -> LoweredProgram:
     factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
         lowered,
-        placed=replace(placed, joint=joint, view=LazyValue(lambda: joint), factors=factors),
+        placed=replace(placed, joint=joint, view=lambda: joint, factors=factors),
         stages={name: instance.substitute_in_stage(stage, values) for name, stage in lowered.stages.items()},
         backward=None if lowered.backward is None else instance.substitute_in_stage(lowered.backward, values),
         inputs=instance.substitute_in_ports(lowered.inputs, values),

@@ -59,7 +59,9 @@ def place_updates(stage: Stage, entering: Mapping[str, int], owners: Mapping[str
                 found.placed[node] = ALL
             elif homes:
                 found.placed[node] = (sorted(homes - {ALL}) or [ALL])[0]
-    _only_roots(found)
+    for node in list(found.totals):  # additions that only other sums read
+        if node.users and found.totals.keys() >= node.users.keys():
+            del found.totals[node]
     return found
 
 
@@ -81,11 +83,6 @@ def _adds_two(node: Node) -> bool:
     return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
 
 
-def _only_roots(found: Updates) -> None:
-    """Removes additions that only other sums read."""
-    for node in list(found.totals):
-        if node.users and all(user in found.totals for user in node.users):
-            del found.totals[node]
 
 
 def cut_updates(stage: Stage, found: Updates, ranks: int, axis: str, kept: Mapping[str, int]) -> list[Stage]:
@@ -135,11 +132,8 @@ def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[No
 
 def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
     """An output on every rank, broadcast from the rank `home`."""
-    last = next(reversed(list(graph.nodes)))
-    with graph.inserting_after(last):
-        sent = node if home == rank else _zeros(graph, node)
-    with graph.inserting_after(sent if home != rank else last):
-        return call(graph, replace(record(node), reason="an output, for every stage"), spmd.broadcast, sent, [axis], home)
+    sent = node if home == rank else _zeros(graph, node)
+    return call(graph, replace(record(node), reason="an output, for every stage"), spmd.broadcast, sent, [axis], home)
 
 
 def _zeros(graph: Graph, like: Node) -> Node:

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.errors import MeshcError
-from meshc.ir import KEY, Record, has_record, leaves, record, records, set_record, spmd
+from meshc.ir import Record, has_record, leaves, record, records, spmd, update
 from meshc.ir.graph import call, copied_node, descendants_of, output_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import CHUNK
@@ -102,7 +102,7 @@ class _Writer:
             self.graph.erase_node(node)
         for node in self.graph.nodes:  # values that all chunks read have the shape of one
             if has_record(node) and any(one.sharding is not None and CHUNK in one.sharding.axes() for one in records(node)):
-                set_record(node, _records_with(node, sharding=None, of=""))
+                update(node, sharding=None, of="")
 
     def _write(self, chunk: int, body: Sequence[Node], parts: dict[Node, list[Node]]) -> None:
         """Writes one chunk. `parts`: by end, its results so far."""
@@ -124,11 +124,11 @@ class _Writer:
         known = all(not isinstance(leaf, Node) for leaf in leaves(given))
         if known and node.target in (spmd.tile_start, spmd.tile_count):
             return node.target(*given)
-        found = _records_with(node, sharding=None, of="", returned_by=(), chunk=chunk)
+        changes: dict[str, Any] = dict(sharding=None, of="", returned_by=(), chunk=chunk)
         if node.target is spmd.shard and node.args[3] in self.own:
-            return self._slice_rows(node, cast(Node, given[0]), cast(Record, found), chunk)
+            return self._slice_rows(node, cast(Node, given[0]), replace(record(node), **changes), chunk)
         copy = copied_node(self.graph, node, lambda operand: made.get(operand, operand))
-        set_record(copy, found)
+        update(copy, **changes)
         return copy
 
     def _slice_rows(self, node: Node, whole: Node, found: Record, chunk: int) -> Node:
@@ -153,10 +153,6 @@ class _Writer:
         return call(self.graph, whole if last else replace(whole, sharding=None, of=""), aten.add.Tensor, before[-1], part)
 
 
-def _records_with(node: Node, **changes: Any) -> Record | tuple[Record, ...]:
-    """The records of `node` with `changes`."""
-    found = tuple(replace(one, **changes) for one in records(node))
-    return found if isinstance(node.meta[KEY], tuple) else found[0]
 
 
 def _gathered_sharding(node: Node) -> Sharding:
