@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ def phase_text(name: str, phase: CompilationPhase) -> str:
         return _global_text(name, phase.joint, partial(_sharding, phase), phase.assignment.reasons if phase.assignment is not None else {})
     assert isinstance(phase, TracedModel)
     if phase.joint is not None:
-        return _global_text(name, phase.joint)
+        return _global_text(name, phase.joint, lambda value, found: None, {})
     graph = phase.model.module.graph
     return f"# after {name}: the model's graph as torch traced it, {_count(graph)} values\n\n{torch_text(graph)}"
 
@@ -102,11 +101,7 @@ def _count(graph: Graph) -> int:
     return sum(node.op not in ("placeholder", "output") for node in graph.nodes)
 
 
-def _unknown_sharding(value: Value, found: Record) -> Sharding | None:
-    return None
-
-
-def _global_text(name: str, joint: Joint, lies: Lies = _unknown_sharding, reasons: Mapping[Node, str] = MappingProxyType({})) -> str:
+def _global_text(name: str, joint: Joint, lies: Lies, reasons: Mapping[Node, str]) -> str:
     return f"# after {name}: the global view, {_count(joint.graph)} values\n\n{print_stage(global_view(joint, lies, reasons))}"
 
 

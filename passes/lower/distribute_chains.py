@@ -160,9 +160,8 @@ class ChainGroup:
 
     def _distribute_operand(self, sources: Sequence[Node], value: Node) -> Node:
         """A rank's own one of these values, which are whole or in tiles on all ranks."""
-        like, order = stored_sharding(sources[0]), self._order(stored_sharding(sources[0]))
+        order, all_of_them, one_of_them = self._stacks(sources[0])
         stacked = [sources[member] for member in self._members(order)]
-        all_of_them, one_of_them = self._stack_sharding(like, ()), self._stack_sharding(like.whole(), order)
         known = self._begin(value, stacked)
         stack = self.build.emit(aten.stack.default, stacked, sharding=all_of_them)
         mine, _ = reshard(self.build, stack, all_of_them, one_of_them, self._reason("goes to the rank"), frozenset())
@@ -171,8 +170,7 @@ class ChainGroup:
 
     def _return_results(self, made: Node, kept: Sequence[Node]) -> dict[Node, Node]:
         """What each rank keeps of the results of all ranks: kept value -> the node that replaces it."""
-        like, order = stored_sharding(kept[0]), self._order(stored_sharding(kept[0]))
-        all_of_them, one_of_them = self._stack_sharding(like, ()), self._stack_sharding(like.whole(), order)
+        order, all_of_them, one_of_them = self._stacks(kept[0])
         known = self._begin(made, [made])
         mine = self.build.emit(aten.reshape.default, made, [1, *record(made).shape], sharding=one_of_them)
         rows, _ = reshard(self.build, mine, one_of_them, all_of_them, self._reason("comes from the rank"), frozenset())
@@ -186,11 +184,13 @@ class ChainGroup:
 
     # -------------------------------------------------------------------------------------------------------------- which rank
 
-    def _order(self, like: Sharding) -> tuple[str, ...]:
-        """The axes in the order in which they split the stack of values with this sharding: first those that do not split the values, then
-        those that are taken off their parts."""
+    def _stacks(self, tile: Node) -> tuple[tuple[str, ...], Sharding, Sharding]:
+        """The axes in the order in which they split the stack of values like `tile`: first those that do not split the values, then those
+        that are taken off their parts. And the shardings of the stack: of all values, and of one on each rank."""
+        like = stored_sharding(tile)
         split = [axis for _, _, part in like.parts() for axis in reversed(part.axes)]
-        return (*(axis for axis in self.axes if axis not in split), *split)
+        order = (*(axis for axis in self.axes if axis not in split), *split)
+        return order, self._stack_sharding(like, ()), self._stack_sharding(like.whole(), order)
 
     def _members(self, order: Sequence[str]) -> list[int]:
         """The member at each position of a stack that axes split in this order; ranks have members in the order of `axes`."""

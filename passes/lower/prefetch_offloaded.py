@@ -47,9 +47,8 @@ def _refuse_to_send(lowered: LoweredProgram) -> None:
     """Raises CompileError if a value on the host is sent to another pipeline stage."""
     sent = {key for keys in lowered.pipeline.messages.values() for key in keys} if lowered.pipeline is not None else set()
     for stage in lowered.stages.values():
-        for key, value in stage.results().items() if sent else ():
-            if key in sent and record(value).storage != "device":
-                found = record(value)
+        for key, value in stage.results().items():
+            if key in sent and (found := record(value)).storage != "device":
                 raise CompileError(
                     f"{value.name} at {found.source} lies on the host by `{found.reason}`, and another pipeline stage reads it\n"
                     "  what to do: name fewer modules in that line, or let a stage begin at another module "

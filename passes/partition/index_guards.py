@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import operands, records
+from meshc.ir.graph import ancestors_of
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take  # noqa: F401 - registers them
 from meshc.passes.partition.builder import Builder
@@ -111,15 +112,8 @@ def _name(port: Port) -> str:
 
 def _behind(node: Node) -> list[Node]:
     """The placeholders that a value depends on through integer values, in the order of the graph."""
-    found: set[Node] = set()
-    work, seen = [node], {node}
-    while work:
-        one = work.pop()
-        if one.op == "placeholder":
-            found.add(one)
-        for operand in one.all_input_nodes:
-            kinds = [record.dtype for record in records(operand)]
-            if operand not in seen and all(dtype is not None and not dtype.is_floating_point for dtype in kinds):
-                seen.add(operand)
-                work.append(operand)
-    return [one for one in node.graph.nodes if one in found]
+
+    def follows(one: Node) -> bool:
+        return one is node or all(made.dtype is not None and not made.dtype.is_floating_point for made in records(one))
+
+    return sorted(one for one in ancestors_of([node], through=follows) if one.op == "placeholder" and follows(one))

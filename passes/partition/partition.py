@@ -145,8 +145,7 @@ class Partitioner:
     def need(self, value: Value, want: Sharding, reason: str) -> ValueForm:
         """The form of a value in the sharding `want`, emitted if there is none."""
         node, index = value
-        found = self._existing(value, want)
-        if found is not None:
+        if (found := self._existing(value, want)) is not None:
             return found
         if node.op == "call_function" and (self.guards is None or value not in self.guards.whole):
             instance = self.factors.instances[node]
@@ -279,28 +278,23 @@ class Partitioner:
             ]
         if len(siblings) < 2:
             return False
-        for other, i in siblings:
-            for user, sharding in self._wants((other.node, i)):
-                back, complete = backward_map(other, i, sharding, self.assignment.whole(source))
-                if not complete or back.without_partial() != mine.without_partial() or not user:
-                    return False
-        return True
+        wants = ((other, i, sharding) for other, i in siblings for sharding in self._wants((other.node, i)))
+        maps = (backward_map(other, i, sharding, self.assignment.whole(source)) for other, i, sharding in wants)
+        return all(complete and back.without_partial() == mine.without_partial() for back, complete in maps)
 
-    def _wants(self, value: Value) -> list[tuple[Node, Sharding]]:
-        """(operator, sharding) for every operator of this phase that computes with the value, or with a layout of it."""
-        found: list[tuple[Node, Sharding]] = []
+    def _wants(self, value: Value) -> list[Sharding]:
+        """The sharding that every operator of this phase wants that computes with the value, or with a layout of it."""
+        found: list[Sharding] = []
         for user in _value_users(value):
             instance = self.factors.instances.get(user)
             if instance is None:
                 continue
             if instance.kind == "layout":
-                for i in range(len(instance.results)):
-                    for node, sharding in self._wants((user, i)):
-                        found.append((node, backward_map(instance, i, sharding, self.assignment.whole(value))[0]))
+                results = [(i, sharding) for i in range(len(instance.results)) for sharding in self._wants((user, i))]
+                found += [backward_map(instance, i, sharding, self.assignment.whole(value))[0] for i, sharding in results]
             elif user in self.assignment.wanted and self._phase(user) == self.phase:
-                for operand, sharding in zip(instance.values, self.assignment.wanted[user], strict=True):
-                    if operand == value:
-                        found.append((user, sharding))
+                operands = zip(instance.values, self.assignment.wanted[user], strict=True)
+                found += [sharding for operand, sharding in operands if operand == value]
         return found
 
     # ---------------------------------------------------------------------------------------------------------------- operators

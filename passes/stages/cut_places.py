@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,7 +12,7 @@ import numpy as np
 from torch.fx import Node
 
 from meshc.cost.links import link_of, send_seconds
-from meshc.ir import KEY, is_getitem, local_bytes, records
+from meshc.ir import KEY, is_getitem, local_bytes, record
 from meshc.ir.used_rows_dims import dim_of
 from meshc.passes.stages.balance import Numbers
 from meshc.passes.stages.operator_prices import HALVES, Prices
@@ -94,8 +94,10 @@ class CutPlaces:
     def __init__(self, prices: Prices, found: Kinds) -> None:
         self.prices, self.order = prices, found.forward
         self.trains = bool(found.backward)
-        self._crossing = _crossing(self.order)
-        inside = _inside_experts(self.order)
+        # (bytes, number) of the values that are sent
+        sent = (_sent_bytes, lambda node: _sent_bytes(node) > 0)
+        self._crossing = list(zip(*(_crossing(self.order, weight_of) for weight_of in sent), strict=True))
+        inside = _crossing(self.order, lambda node: dim_of(node) is not None)  # used rows are not sent to another rank
         places = [i for i in range(1, len(self.order)) if not is_getitem(self.order[i]) and not inside[i]]
         if len(places) > MOST_PLACES:
             places = sorted(sorted(places, key=lambda i: (*self._crossing[i], i))[:MOST_PLACES])
@@ -132,26 +134,17 @@ class CutPlaces:
         return StageSeconds(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
 
 
-def _inside_experts(order: Sequence[Node]) -> list[int]:
-    """How many values with used rows each place would cut: these are not sent to another rank."""
+def _sent_bytes(node: Node) -> int:
+    """Bytes of a value that a cut sends; of several results each is sent by itself."""
+    return 0 if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
+
+
+def _crossing(order: Sequence[Node], weight_of: Callable[[Node], int]) -> list[int]:
+    """Weight of the values that a cut before each position sends forward: computed before the cut and read behind it."""
     position = {node: i for i, node in enumerate(order)}
-    change = [0] * (len(order) + 1)
+    change = [0] * (len(order) + 2)
     for i, node in enumerate(order):
-        if dim_of(node) is not None:
-            change[i + 1] += 1
-            change[max((position[user] for user in node.users if user in position), default=i) + 1] -= 1
+        weight = weight_of(node)
+        change[i + 1] += weight
+        change[max((position[user] for user in node.users if user in position), default=i) + 1] -= weight
     return list(accumulate(change))
-
-
-def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:
-    """(bytes, number) of the values that a cut before each position sends forward: computed before the cut and read behind it."""
-    position = {node: i for i, node in enumerate(order)}
-    size, count = [0] * (len(order) + 2), [0] * (len(order) + 2)
-    for i, node in enumerate(order):
-        held = sum(map(local_bytes, records(node)))
-        last = max((position[user] for user in node.users if user in position), default=i)
-        if held and last > i and not isinstance(node.meta[KEY], tuple):
-            for change, amount in ((size, held), (count, 1)):
-                change[i + 1] += amount
-                change[last + 1] -= amount
-    return list(zip(accumulate(size), accumulate(count), strict=True))

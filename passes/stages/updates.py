@@ -115,12 +115,10 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
 def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> Node:
     """The total over ranks. `mine`: terms of this rank; `shared`: terms that all ranks have, added once."""
     made = record(total)
-    part: Node | None = None
     with graph.inserting_before(total):
-        for term in mine:
-            part = term if part is None else call(graph, made, aten.add.Tensor, part, term)
-        if part is None:
-            part = _zeros(graph, total)
+        part = mine[0] if mine else _zeros(graph, total)
+        for term in mine[1:]:
+            part = call(graph, made, aten.add.Tensor, part, term)
         whole = call(graph, made, spmd.all_reduce, part, [axis], "sum")
         update(whole, reason="the gradient norm, over all stages")
         for term in shared:
