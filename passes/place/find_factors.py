@@ -207,9 +207,13 @@ def _space(found: FactorNames, factors: Factors, tied: Mapping[int, set[int]]) -
                 known = [factor for factor in members if factor in found.of]
                 if not known and instance.node.target in CROPS:
                     continue  # a shift by some positions tells nothing, a convolution does
-                alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
-                usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
-                _name_unnamed(found, members, *((found.of[known[0]], *sorted(found.also[known[0]])) if known else usual))
+                if known:
+                    names: tuple[str, ...] = (found.of[known[0]], *sorted(found.also[known[0]]))
+                elif space == [-1] and (len(dims) == 3 or dims[-2] == ()):
+                    names = ("length", "seq")
+                else:
+                    names = (("depth", "height", "width")[dim],)
+                _name_unnamed(found, members, *names)
 
 
 def _classes(instance: Instance, role: str) -> tuple[int, ...]:

@@ -131,14 +131,14 @@ def whole_text(step: Step | Experts | Matrices) -> str:
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_it_a_step_is_the_models_own(name: str, traces: Kept) -> None:  # noqa: F811
     whole = whole_text(OPTIONAL[name])
-    run, traces_alike = pass_runner._run_verified, name not in {each.name for each in pipeline.TRACE}
+    run, traces_alike = pass_runner.run_pass, name not in {each.name for each in pipeline.TRACE}
 
     def leave_out(each: Any, phase: Any, *rest: Any) -> Any:
         return run(replace(each, run=lambda given: given) if each.name == name else each, phase, *rest)
 
     if not traces_alike:
         traces.clear()
-    with mock.patch.object(pass_runner, "_run_verified", leave_out):
+    with mock.patch.object(pass_runner, "run_pass", leave_out):
         left = OPTIONAL[name].compile()
         report = meshc.verify(left, dtype=torch.float64)
     if not traces_alike:

@@ -218,7 +218,7 @@ assert OPERATORS[convolution].rule(node, tensors).windows == {"y0": ("x0", Windo
     Scene("cost-model.md", (0,), before=STEP + """
 mesh = meshc.Mesh("dp=2,tp=2")
 program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
-""", after="assert takes.total > 0 and memory.by_rank(program.compiled)"),
+""", after="assert takes.total > 0 and peak_memory.by_rank(program.compiled)"),
     Scene("fixed.md", (0,), ranks=2, before=STEP + GROUP + KL, after="assert len(program.compilations.kept) == 3"),
     Scene("data.md", (0,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("data.md", (1,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
