@@ -26,7 +26,7 @@ from meshc.frontend.sources import source_of
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.graph import placeholders
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import Sharding
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.factors import Value
@@ -134,8 +134,7 @@ def _sharding(placed: PlacedModel, value: Value, found: Record) -> Sharding | No
     given = None if placed.assignment is None else placed.assignment.given.get(value)
     if given is not None:
         return given
-    names, sizes = placed.names.of, placed.factors.size
-    return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in placed.factors.dims[value]))
+    return placed.names.whole_sharding(placed.factors, value)
 
 
 # Text of the torch-level graph, before differentiate.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import Sharding
 from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Token, Value
 
@@ -49,6 +49,5 @@ class Assignment:
     entries: dict[str, str] = field(default_factory=dict)
 
     def whole(self, value: Value) -> Sharding:
-        """The unsharded type of a value: its dims with the names of their factors."""
-        dims = self.factors.dims[value]
-        return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in dims))
+        """The unsharded type of a value."""
+        return self.names.whole_sharding(self.factors, value)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.phases.factors import Factors, Value
+
 
 @dataclass(frozen=True)
 class BatchDims:
@@ -52,6 +55,10 @@ class FactorNames:
         """An independent copy."""
         also = defaultdict(set, {factor: set(names) for factor, names in self.also.items()})
         return FactorNames(dict(self.of), also, set(self.attention), set(self.products), dict(self.sums), set(self.ones), self.batch)
+
+    def whole_sharding(self, factors: Factors, value: Value) -> Sharding:
+        """The unsharded type of a value: its dims with the names of their factors."""
+        return Sharding(tuple(tuple(Part(self.of[factor], factors.size[factor]) for factor in row) for row in factors.dims[value]))
 
     def name_factor(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)

@@ -82,12 +82,8 @@ class Alternatives:
     def _reshard_terms(self, group: ValueGroup, pick: Pick) -> Iterator[tuple[str, float]]:
         """(text, seconds for all values of the group) of each change of sharding under `pick`."""
         lies = int(group.given[pick[group.maker]])
-        seen: dict[tuple[int, str], None] = {}
-        for leg in group.legs:
-            wants = int(leg.forms[pick[leg.reader]])
-            key = wants, leg.phase if leg.gathers[lies, wants] else ""
-            if key not in seen and leg.price[lies, wants] > 0:
-                seen[key] = None
+        for (wants, _), (leg, *_) in group.changes(pick).items():
+            if leg.price[lies, wants] > 0:
                 how = collectives(self.model, group.lies[lies], group.wants[wants])
                 yield f"{how} of {self._class_text(group.maker)}", group.count * float(leg.price[lies, wants])
 

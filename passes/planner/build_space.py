@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem, leaves, op_name, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import Sharding
 from meshc.passes.depth.multiplicity import multiplicity_of
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directive
@@ -120,26 +120,25 @@ class _SpaceBuilder:
             self._add_storage(port.name, node)
         elif node not in self.free and port.kind != "state":
             labels = tuple(_slots(self.factors.dims[(node, 0)]))
-            held = {at: axes for at, axes in enumerate(self._input_axes(port, node)) if axes}
-            sizes = tuple(self.factors.size[factor] for row in self.factors.dims[(node, 0)] for factor in row)
-            self._add_decision(node, labels, OptionRules(sizes, (), tuple(held.items()), (), tuple(self.sizes.items())))
+            local = self._batch_axes((node, 0)) if port.kind in ("input", "tangent") else ()
+            held = tuple((at, axes) for at, axes in enumerate(local) if axes)
+            self._add_decision(node, labels, OptionRules(self._slot_sizes((node, 0)), (), held, (), tuple(self.sizes.items())))
             self._add_value(node, (node, 0), tuple(range(len(labels))))
 
-    def _input_axes(self, port: Port, node: Node) -> list[Axes]:
-        """Axes of each slot of an input: of a rank-local batch its axes for batch factors, else none."""
-        local = self.placed.local_batch if port.kind in ("input", "tangent") else ()
-        batch = [factor for row in self.factors.dims[(node, 0)] for factor in row]
-        return [local if "batch" in self.names.also[factor] else () for factor in batch]
+    def _batch_axes(self, value: Value) -> tuple[Axes, ...]:
+        """Axes of each slot of an input or output: of a rank-local batch its axes for batch factors, else none."""
+        batch = (factor for row in self.factors.dims[value] for factor in row)
+        return tuple(self.placed.local_batch if "batch" in self.names.also[factor] else () for factor in batch)
+
+    def _slot_sizes(self, value: Value) -> tuple[int, ...]:
+        return tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
 
     def _add_storage(self, name: str, node: Node) -> None:
         """Adds the decision on a parameter's sharding between steps and, in a training step, that on its state."""
-        dims = self.factors.dims[(node, 0)]
-        labels = tuple(_slots(dims))
-        sizes = tuple(self.factors.size[factor] for row in dims for factor in row)
+        labels = tuple(_slots(self.factors.dims[(node, 0)]))
         settled = self.placed.request.fixed.get(name)
         if settled is not None:
-            own = Sharding(tuple(tuple(Part(self.names.of[factor], self.factors.size[factor]) for factor in row) for row in dims))
-            settled = in_names_of(own, name, settled, self.placed.sizes)
+            settled = in_names_of(self._whole_sharding((node, 0)), name, settled, self.placed.sizes)
         everything: dict[str, list[int | None]] = {axis: [None, *range(len(labels))] for axis in self.axes}
         for kind in ("parameter", "state"):
             pins = {**self.placed.pins.storage.get(name, {}), **self.placed.pins.stored.get((name, kind), {})}
@@ -157,7 +156,7 @@ class _SpaceBuilder:
                 legal.update({axis: [at] for axis in axes if axis in legal})
             key: Key = (kind, name)
             self._add_decision(key, labels, OptionRules(
-                sizes, _as_items(legal), tuple(held.items()), (), tuple(self.sizes.items()), ordered=False,
+                self._slot_sizes((node, 0)), _as_items(legal), tuple(held.items()), (), tuple(self.sizes.items()), ordered=False,
                 pinned=tuple((labels.index(slot), axes) for slot, axes in pins.items()),
             ), self.standing.count.get(node, 1))  # fmt: skip
             if not self.placed.joint.updates:
@@ -171,17 +170,13 @@ class _SpaceBuilder:
         """Adds the readings by outputs: new parameters and gradients as the parameter is stored, other outputs as the caller wants them."""
         for port, node in zip(self.placed.joint.outputs, self.placed.joint.results(), strict=True):
             value = value_of(node)
-            slots = tuple(_slots(self.factors.dims[value]))
             if port.kind == "parameter" or (port.kind == "gradient" and not is_a(port.name, "input")):
-                landing: Landing = tuple(range(len(slots)))
-                self._add_reading(("parameter", port.name), None, -1, value, _with_labels(self._whole_sharding(value), landing), "update")
+                self._add_reading(("parameter", port.name), None, -1, value, self._numbered_slots(value), "update")
             elif port.kind in ("output", "metric", "gradient"):
                 if port.name in self.placed.traced.model.output_tree.caches() or self.placed.request.outputs == "dtensor":
                     continue
-                local = self.placed.local_batch
-                batch = [local if "batch" in self.names.also[factor] else () for row in self.factors.dims[value] for factor in row]
-                marked = _with_labels(self._whole_sharding(value), tuple(range(len(slots))))
-                self._add_reading(("output", port.name), None, -1, value, marked, "backward", wants=(tuple(batch), ()))
+                wants = self._batch_axes(value), ()
+                self._add_reading(("output", port.name), None, -1, value, self._numbered_slots(value), "backward", wants=wants)
 
     # -------------------------------------------------------------------------------------------------------------------- operators
 
@@ -220,9 +215,8 @@ class _SpaceBuilder:
         if instance.node in self.whole_updates:
             return {}
         parameter = (self.parameters[name], 0)
-        slots = list(_slots(self.factors.dims[parameter]))
-        marked = _with_labels(self._whole_sharding(parameter), tuple(range(len(slots))))
-        return {token: int(axes[0]) for token, axes in where_stored(instance, marked, self.factors.dims[parameter]).items()}
+        stored = where_stored(instance, self._numbered_slots(parameter), self.factors.dims[parameter])
+        return {token: int(axes[0]) for token, axes in stored.items()}
 
     def _operator_options(self, instance: Instance, labels: tuple[Token, ...]) -> OptionRules:
         sizes = tuple(instance.size[token] for token in labels)
@@ -285,10 +279,9 @@ class _SpaceBuilder:
         self, key: Key, value: Value, landing: Landing, sums: tuple[tuple[int, str], ...] = (), defers: bool = False
     ) -> None:  # fmt: skip
         found = value_record(value)
-        sizes = tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
         itemsize = 0 if found.dtype is None else found.dtype.itemsize
         place = self.position[value[0]], self.standing.seam(value[0])
-        self.made[value] = DecidedValue(value, key, landing, sums, defers, sizes, itemsize, found.phase, *place)
+        self.made[value] = DecidedValue(value, key, landing, sums, defers, self._slot_sizes(value), itemsize, found.phase, *place)
 
     def _add_reading(
         self, key: Key, node: Node | None, operand: int, value: Value, want: Sharding, phase: str, defers: bool = False,
@@ -324,7 +317,14 @@ class _SpaceBuilder:
         return LayoutCopy(node, min(_bytes(read.shape, read.dtype), taken), makes, self.position[node], self.standing.seam(node))
 
     def _whole_sharding(self, value: Value) -> Sharding:
-        return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in self.factors.dims[value]))
+        return self.names.whole_sharding(self.factors, value)
+
+    def _numbered_slots(self, value: Value) -> Sharding:
+        """A value's sharding with the numbers of its slots, as text, in place of axes: layout operators map them like axes."""
+        whole = self._whole_sharding(value)
+        for number, (dim, position, _) in enumerate(list(whole.parts())):
+            whole = whole.with_axes(dim, position, (f"{number}",))
+        return whole
 
 
 def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
@@ -334,13 +334,6 @@ def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
 
 def _as_items(legal: Mapping[str, list[int | None]]) -> tuple[tuple[str, tuple[int | None, ...]], ...]:
     return tuple((axis, tuple(may)) for axis, may in legal.items())
-
-
-def _with_labels(whole: Sharding, labels: Landing) -> Sharding:
-    """A sharding with labels of its slots, as text, in place of axes: layout operators map them like axes."""
-    for label, (dim, position, _) in zip(labels, list(whole.parts()), strict=True):
-        whole = whole.with_axes(dim, position, (f"{label}",))
-    return whole
 
 
 def leaves_of(node: Node) -> tuple[object, ...]:

@@ -79,6 +79,15 @@ class ValueGroup:
     brought: Floats
     """Bytes of each wanted form on a rank."""
 
+    def changes(self, pick: Sequence[int]) -> dict[tuple[int, str], list[Leg]]:
+        """Legs by (wanted form, phase that their change of sharding serves: of a gather its own, else "" for all) under a choice."""
+        lies = self.given[pick[self.maker]]
+        found: dict[tuple[int, str], list[Leg]] = {}
+        for leg in self.legs:
+            wants = int(leg.forms[pick[leg.reader]])
+            found.setdefault((wants, leg.phase if leg.gathers[lies, wants] else ""), []).append(leg)
+        return found
+
 
 @dataclass
 class CostModel:
@@ -115,11 +124,7 @@ class CostModel:
     def reshard_seconds(self, group: ValueGroup, pick: Sequence[int]) -> float:
         """Seconds of the changes of sharding of a group's values."""
         lies = group.given[pick[group.maker]]
-        paid: dict[tuple[int, str], float] = {}
-        for leg in group.legs:
-            wants = leg.forms[pick[leg.reader]]
-            paid[(int(wants), leg.phase if leg.gathers[lies, wants] else "")] = leg.price[lies, wants]
-        return group.count * sum(paid.values())
+        return group.count * sum(legs[-1].price[lies, wants] for (wants, _), legs in group.changes(pick).items())
 
 
 def build_model(space: SearchSpace, folded: DecisionClasses, operators: OperatorPrices, moves: ReshardPrices) -> CostModel:

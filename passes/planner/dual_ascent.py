@@ -15,14 +15,18 @@ An option that raises the bound above the cost of a known choice is in no better
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from meshc.passes.planner.cost_model import ValueGroup
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.search_space import Floats, Numbers
+
+Charges: TypeAlias = "tuple[tuple[Numbers, Floats], ...]"
+"""Messages of a leg, seconds that it charges: the maker for given forms (forms, seconds), and the reader for wanted forms likewise."""
 
 
 @dataclass
@@ -73,6 +77,10 @@ class Edge:
     others: Sequence[Floats] = ()
     lasting: Floats | None = None
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.maker, self.reader
+
 
 @dataclass
 class SharedChanges:
@@ -96,15 +104,16 @@ class DualAscent:
         self.late: dict[int, dict[int, Edge]] = {number: {} for number in self.common}
         self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
         for edge in self.edges:
-            self.at[edge.maker.number].append((edge, edge.maker, edge.reader))
-            self.at[edge.reader.number].append((edge, edge.reader, edge.maker))
+            for mine, other in (edge.sides, edge.sides[::-1]):
+                self.at[mine.number].append((edge, mine, other))
         self.behind = [
             [[one for one in row if (one[2].number < number) == forward] for number, row in enumerate(self.at)] for forward in (False, True)
         ]
-        self.least = np.array([own.min() for own in self.own])
+        self.least = np.zeros(len(self.own))
         self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
         if start is not None:
-            self._resume(start)
+            self.resume(start.charges())
+        self.settle()
 
     # ------------------------------------------------------------------------------------------------------------------------- set up
 
@@ -147,19 +156,18 @@ class DualAscent:
                 edge.lasting = None if lasting.all() else lasting
         return common
 
-    def _resume(self, start: DualAscent) -> None:
-        """Takes over messages of another ascent of the same model, as far as prices allow."""
-        known = {(edge.group, edge.leg): edge for edge in start.edges}
+    def charges(self) -> dict[tuple[int, int], Charges]:
+        """The messages by group and leg."""
+        return {(edge.group, edge.leg): tuple((side.forms, side.message) for side in edge.sides) for edge in self.edges}
+
+    def resume(self, charges: Mapping[tuple[int, int], Charges], missing: float = 0.0) -> None:
+        """Takes over messages by group and leg, the reader's as far as there is room; those of forms without one are `missing`."""
         for edge in self.edges:
-            was = known.get((edge.group, edge.leg))
-            if was is None:
-                continue
-            for mine, other in ((edge.maker, was.maker), (edge.reader, was.reader)):
-                place = np.minimum(np.searchsorted(other.forms, mine.forms), len(other.forms) - 1)
-                mine.message = np.where(other.forms[place] == mine.forms, other.message[place], 0.0)
-            edge.reader.message = np.minimum(edge.reader.message, (self.room(edge) - edge.maker.message[:, None]).min(axis=0))
+            for side, (forms, messages) in zip(edge.sides, charges.get((edge.group, edge.leg), ()), strict=False):
+                place = np.minimum(np.searchsorted(forms, side.forms), len(forms) - 1)
+                side.message = np.where(forms[place] == side.forms, messages[place], missing)
+            edge.reader.message = np.minimum(edge.reader.message, self.room_for(edge, edge.reader))
             self.take(edge)
-        self.settle()
 
     def settle(self) -> None:
         """Computes the bound of the current messages."""
@@ -189,9 +197,8 @@ class DualAscent:
 
     def _visit(self, number: int, forward: bool, known: float) -> None:
         behind, ahead = self.behind[forward][number], self.behind[not forward][number]
-        for edge, mine, other in behind:
-            room = self.room(edge)
-            mine.message = (room - other.message).min(axis=1) if mine is edge.maker else (room - other.message[:, None]).min(axis=0)
+        for edge, mine, _ in behind:
+            mine.message = self.room_for(edge, mine)
             self.take(edge)
         costs = self.costs(number)
         self.least[number] = costs.min()
@@ -216,6 +223,12 @@ class DualAscent:
         room: Floats = edge.price - edge.mine[:, edge.columns]
         room += edge.share
         return room
+
+    def room_for(self, edge: Edge, side: Side) -> Floats:
+        """Upper limit on the message of one side of a leg, by form, beside that of the other."""
+        room = self.room(edge)
+        found: Floats = (room - edge.reader.message).min(axis=1) if side is edge.maker else (room - edge.maker.message[:, None]).min(axis=0)
+        return found
 
     def take(self, edge: Edge) -> None:
         """Marks the leg's share as outdated; it is computed when another leg asks for room, since messages may change until then."""

@@ -84,17 +84,10 @@ class MemoryModel:
             partial = bool(group.lies[lies][1])
             if not partial:
                 _add(at, self._own(group), group.held[lies])
-            for (wants, _), legs in self._resharded_legs(group, lies, pick).items():
-                _add(at, self._form(group, legs, partial), group.brought[wants])
+            for (wants, _), legs in group.changes(pick).items():
+                if group.lies[lies] != group.wants[wants]:
+                    _add(at, self._form(group, legs, partial), group.brought[wants])
         return np.cumsum(at)[:-1]
-
-    def _resharded_legs(self, group: ValueGroup, lies: int, pick: Sequence[int]) -> dict[tuple[int, str], list[Leg]]:
-        found: dict[tuple[int, str], list[Leg]] = {}
-        for leg in group.legs:
-            wants = int(leg.forms[pick[leg.reader]])
-            if group.lies[lies] != group.wants[wants]:
-                found.setdefault((wants, leg.phase if leg.gathers[lies, wants] else ""), []).append(leg)
-        return found
 
     # ----------------------------------------------------------------------------------------------------------------------- one moment
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from meshc.passes.planner.cost_model import Pick
 from meshc.passes.planner.descent import Descent
-from meshc.passes.planner.dual_ascent import DualAscent, Edge
+from meshc.passes.planner.dual_ascent import Charges, DualAscent
 from meshc.passes.planner.lagrangian import Lagrangian
-from meshc.passes.planner.relaxation import SHARE, Charges, ProgramColumns
+from meshc.passes.planner.relaxation import SHARE, ProgramColumns
 from meshc.passes.planner.search_space import Floats, Numbers
 
 ROUNDS: Final = 12
@@ -213,7 +213,7 @@ def columns_of(
         allowed = beyond[edge.group, edge.leg] <= limit
         allowed[np.ix_(*(np.isin(side.forms, forms[whole[side.number]]) for side, forms in ends))] = True
         pairs[edge.group, edge.leg] = allowed[np.ix_(*(np.isin(side.forms, forms[left[side.number]]) for side, forms in ends))]
-    near = {} if all_of_them or reach == np.inf else charges(ascent)
+    near = {} if all_of_them or reach == np.inf else ascent.charges()
     far = reach * max(limit, SHORTEST * (known - ascent.lower_bound))
     return ProgramColumns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget, near, far), all_of_them
 
@@ -235,52 +235,16 @@ def count_pairs(ascent: DualAscent, known: float) -> int:
 # Messages restarted from the duals of a linear program, where sweeps have stalled.
 
 
-def charges(ascent: DualAscent) -> dict[tuple[int, int], Charges]:
-    """Messages of an ascent as charges, by group and leg."""
-    found: dict[tuple[int, int], Charges] = {}
-    for edge in ascent.edges:
-        found[edge.group, edge.leg] = Charges(edge.maker.forms, edge.maker.message, edge.reader.forms, edge.reader.message)
-    return found
-
-
 def guide_messages(ascent: DualAscent, said: Mapping[tuple[int, int], Charges]) -> DualAscent:
-    """Messages over the options of an ascent, from the charges of a linear program over some of them, by group and leg."""
+    """Messages over the options of an ascent, from the charges of a linear program over some of them, by group and leg. Forms outside the
+    program have those before it, as far as there is room."""
     found = DualAscent(ascent.weighed, ascent.left)
+    found.resume({**ascent.charges(), **said}, -np.inf)
     for edge, was in zip(found.edges, ascent.edges, strict=True):
-        _charge(found, edge, was, said.get((edge.group, edge.leg)))
-    for edge, was in zip(found.edges, ascent.edges, strict=True):
-        _fill(found, edge, was)
+        for side, before in zip(edge.sides, was.sides, strict=True):
+            unknown = np.isinf(side.message)
+            if unknown.any():
+                side.message = np.where(unknown, np.minimum(before.message, found.room_for(edge, side)), side.message)
+                found.take(edge)
     found.settle()
     return found
-
-
-def _charge(found: DualAscent, edge: Edge, was: Edge, charges: Charges | None) -> None:
-    """Sets the messages of forms in the program to its charges, the reader's as far as there is room; other forms take nothing yet
-    (-inf)."""
-    if charges is None:
-        edge.maker.message, edge.reader.message = was.maker.message, was.reader.message
-    else:
-        edge.maker.message = _charges_by_form(edge.maker.forms, charges.given, charges.maker)
-        edge.reader.message = _charges_by_form(edge.reader.forms, charges.wanted, charges.reader)
-    edge.reader.message = np.minimum(edge.reader.message, (found.room(edge) - edge.maker.message[:, None]).min(axis=0))
-    found.take(edge)
-
-
-def _fill(found: DualAscent, edge: Edge, was: Edge) -> None:
-    """Sets the messages of forms outside the program to those before it, as far as there is room."""
-    unknown = np.isinf(edge.maker.message)
-    if unknown.any():
-        left = np.minimum(was.maker.message, (found.room(edge) - edge.reader.message).min(axis=1))
-        edge.maker.message = np.where(unknown, left, edge.maker.message)
-        found.take(edge)
-    unknown = np.isinf(edge.reader.message)
-    if unknown.any():
-        left = np.minimum(was.reader.message, (found.room(edge) - edge.maker.message[:, None]).min(axis=0))
-        edge.reader.message = np.where(unknown, left, edge.reader.message)
-        found.take(edge)
-
-
-def _charges_by_form(forms: Numbers, known: Numbers, charged: Floats) -> Floats:
-    """Charge of each form; -inf for a form that is not in `known`."""
-    place = np.minimum(np.searchsorted(known, forms), len(known) - 1)
-    return np.where(known[place] == forms, charged[place], -np.inf)

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from meshc.cost.devices import Device
 from meshc.cost.stage_clock import Clock
 from meshc.passes.lower.prefetch_windows import window_limit
-from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
+from meshc.passes.planner.cost_model import CostModel, ValueGroup
 from meshc.passes.planner.search_space import Key
 from meshc.program.bucket import ALONE, BUCKET
 
@@ -97,11 +97,7 @@ def _positions(model: CostModel) -> dict[Key, int]:
 def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _OverlapTimeline) -> None:
     """Adds the messages of a group's values to the timeline."""
     lies = int(group.given[pick[group.maker]])
-    paid: dict[tuple[int, str], list[Leg]] = {}
-    for leg in group.legs:
-        wants = int(leg.forms[pick[leg.reader]])
-        if leg.price[lies, wants]:
-            paid.setdefault((wants, leg.phase if leg.gathers[lies, wants] else ""), []).append(leg)
+    paid = {change: legs for change, legs in group.changes(pick).items() if legs[0].price[lies, change[0]]}
     for value in group.values if paid else ():
         for (wants, _), legs in paid.items():
             first = min((value.readings[at] for leg in legs for at in leg.readings), key=lambda reading: reading.position)

@@ -15,7 +15,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.cost.devices import Device
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import Sharding
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.compiler_pass import report_progress
@@ -311,8 +311,7 @@ def axis_choices(placed: PlacedModel, space: SearchSpace, folded: DecisionClasse
 
 
 def _stored_sharding(placed: PlacedModel, node: Node, decision: Decision, option: Option) -> Sharding:
-    factors, names = placed.factors, placed.names
-    whole = Sharding(tuple(tuple(Part(names.of[f], factors.size[f]) for f in row) for row in factors.dims[(node, 0)]))
+    whole = placed.names.whole_sharding(placed.factors, (node, 0))
     for (dim, position), axes in zip(decision.labels, option.axes, strict=True):
         if axes:
             whole = whole.with_axes(dim, position, axes)  # type: ignore[arg-type]

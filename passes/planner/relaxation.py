@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from meshc.lazy_module import LazyModule
 from meshc.passes.planner.cost_model import CostModel, Leg, Pick, ValueGroup
+from meshc.passes.planner.dual_ascent import Charges
 from meshc.passes.planner.linear_program import UnsolvedProgram, solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.search_space import Floats, Numbers
@@ -74,16 +75,6 @@ class Allowance:
         given = own.left
         yield own
         self.left -= given - own.left
-
-
-@dataclass(frozen=True)
-class Charges:
-    """Messages of a leg: seconds that it charges the maker for each given form, and the reader for each wanted form."""
-
-    given: Numbers
-    maker: Floats
-    wanted: Numbers
-    reader: Floats
 
 
 @dataclass(frozen=True)
@@ -253,13 +244,11 @@ class ProgramColumns:
         for side, number, options, of_pairs in ((first, group.maker, given, rows), (first + len(lies), leg.reader, wanted, places)):
             self._enter(side + options, self.first[number] + np.arange(len(options)), -1.0)
             self._enter(side + of_pairs, columns, 1.0)
-        if key in self.near:
-            now = self.near[key]
-            for side, forms, known, charged in ((first, lies, now.given, now.maker), (first + len(lies), wants, now.wanted, now.reader)):
-                place = np.searchsorted(forms, known)
-                there = np.flatnonzero(forms[np.minimum(place, len(forms) - 1)] == known)
-                for sign in (1.0, -1.0):
-                    self._enter(side + place[there], self._columns(self.reach + sign * charged[there]), sign)
+        for side, forms, (known, charged) in zip((first, first + len(lies)), (lies, wants), self.near.get(key, ()), strict=False):
+            place = np.searchsorted(forms, known)
+            there = np.flatnonzero(forms[np.minimum(place, len(forms) - 1)] == known)
+            for sign in (1.0, -1.0):
+                self._enter(side + place[there], self._columns(self.reach + sign * charged[there]), sign)
         return lies[rows], wants[places], columns
 
     def _change(self, group: ValueGroup, a: int, b: int, used: list[ChangeUse]) -> None:
@@ -338,7 +327,7 @@ class ProgramColumns:
         found: dict[tuple[int, int], Charges] = {}
         for key, (first, given, wanted) in self.legs.items():
             middle, last = first + len(given), first + len(given) + len(wanted)
-            found[key] = Charges(given, charged[first:middle], wanted, charged[middle:last])
+            found[key] = (given, charged[first:middle]), (wanted, charged[middle:last])
         return found
 
     def solve_integer(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:

@@ -11,8 +11,8 @@ from meshc.passes.planner import narrow_options as narrowing
 from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 from meshc.passes.planner.dual_ascent import DualAscent
 from meshc.passes.planner.lagrangian import Lagrangian
-from meshc.passes.planner.narrow_options import charges, close_gap, columns_of, guide_messages, narrow_options
-from meshc.passes.planner.relaxation import Charges, ProgramColumns
+from meshc.passes.planner.narrow_options import close_gap, columns_of, guide_messages, narrow_options
+from meshc.passes.planner.relaxation import ProgramColumns
 from tests.passes.planner.drawn import MILLI, NOTHING, best, drawn
 from tests.passes.planner.test_solver import CLOSE, everything
 
@@ -64,14 +64,14 @@ def test_messages_that_are_taken_back_leave_what_there_was_before_any(seed: int)
     fresh = DualAscent(Lagrangian(model, memory), everything(model))
     swept = DualAscent(Lagrangian(model, memory), everything(model))
     swept.sweep()
-    bound, charged = swept.lower_bound, charges(swept)
-    nothing = {key: Charges(one.given, 0 * one.maker, one.wanted, 0 * one.reader) for key, one in charged.items()}
+    bound, charged = swept.lower_bound, swept.charges()
+    nothing = {key: tuple((forms, 0 * seconds) for forms, seconds in one) for key, one in charged.items()}
     silent = guide_messages(swept, nothing)
     for ascent in (fresh, silent):
         ascent.sweep()
     assert silent.lower_bound == fresh.lower_bound == bound == swept.lower_bound
-    again = charges(silent)
-    assert all((one.maker == again[key].maker).all() and (one.reader == again[key].reader).all() for key, one in charged.items())
+    again = silent.charges()
+    assert all((side[1] == after[1]).all() for key, one in charged.items() for side, after in zip(one, again[key], strict=True))
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -82,11 +82,11 @@ def test_whatever_a_leg_charges_the_bound_is_one(seed: int) -> None:
     ascent = DualAscent(Lagrangian(model, memory), everything(model))
     ascent.sweep()
     says = {
-        key: Charges(
-            one.given[: 1 + seed % len(one.given)], random.normal(0, 20, 1 + seed % len(one.given)) * MILLI,
-            one.wanted[-1:], random.normal(0, 20, 1) * MILLI,
+        key: (
+            (given[: 1 + seed % len(given)], random.normal(0, 20, 1 + seed % len(given)) * MILLI),
+            (wanted[-1:], random.normal(0, 20, 1) * MILLI),
         )
-        for key, one in charges(ascent).items() if random.random() < 0.8
+        for key, ((given, _), (wanted, _)) in ascent.charges().items() if random.random() < 0.8
     }  # fmt: skip
     led = guide_messages(ascent, says)
     for number, common in led.common.items():
@@ -103,7 +103,7 @@ def test_what_charges_itself_stays_as_it_is(seed: int) -> None:
     ascent = DualAscent(Lagrangian(model, memory), everything(model))
     for _ in range(3):
         ascent.sweep()
-    assert guide_messages(ascent, charges(ascent)).lower_bound == pytest.approx(ascent.lower_bound, abs=CLOSE)
+    assert guide_messages(ascent, ascent.charges()).lower_bound == pytest.approx(ascent.lower_bound, abs=CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -115,12 +115,11 @@ def test_charges_are_no_farther_than_they_may_be(seed: int) -> None:
     (far, _), (near, _) = (columns_of(ascent, ascent.lower_bound + MILLI, known, most=3, reach=reach) for reach in (np.inf, 0.25))
     wide, close = far.solve_relaxation(), near.solve_relaxation()
     assert wide is not None and close is not None and close.bound <= wide.bound + CLOSE
-    now = charges(ascent)
+    now = ascent.charges()
     assert 0 < near.reach < np.inf and close.charges
     for key, one in close.charges.items():
-        maker = now[key].maker[np.searchsorted(now[key].given, one.given)]
-        reader = now[key].reader[np.searchsorted(now[key].wanted, one.wanted)]
-        assert (np.abs(one.maker - maker) <= near.reach + CLOSE).all() and (np.abs(one.reader - reader) <= near.reach + CLOSE).all()
+        for (forms, seconds), (known, before) in zip(one, now[key], strict=True):
+            assert (np.abs(seconds - before[np.searchsorted(known, forms)]) <= near.reach + CLOSE).all()
 
 
 @pytest.mark.parametrize("seed", range(10))
