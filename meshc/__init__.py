@@ -5,7 +5,7 @@ What users call is imported when it is first asked for: `import meshc` takes no 
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from meshc.errors import (
     ArtifactError,
@@ -21,6 +21,7 @@ from meshc.errors import (
     StateError,
     VerifyError,
 )
+from meshc.lazy_module import places_of_names
 from meshc.package import __version__
 
 if TYPE_CHECKING:
@@ -72,27 +73,11 @@ __all__ = [
     "verify",
 ]
 
-_PLACES: Final = {
-    "TrainStep": "meshc.api.compile",
-    "compile": "meshc.api.compile",
-    "init_weights": "meshc.api.first_values",
-    "Program": "meshc.api.handle",
-    "load_pretrained": "meshc.api.pretrained",
-    "prefetch": "meshc.api.prefetching",
-    "register_rule": "meshc.api.rule_registration",
-    "trainer_checkpoints": "meshc.api.trainer",
-    "register_update": "meshc.optimizer.registered_updates",
-    "verify": "meshc.api.verification",
-    "Mesh": "meshc.ir.mesh",
-    **dict.fromkeys(("Debugging", "Experts", "LocalInputs", "Options", "Pipelining", "SplitSequence", "Training"), "meshc.options"),
-    "Plan": "meshc.plan.plan",
-}
-
 if not TYPE_CHECKING:  # a type checker knows what there is, and refuses the rest
 
     def __getattr__(name: str) -> Any:
-        if name in _PLACES:
-            value = getattr(importlib.import_module(_PLACES[name]), name)
+        if name in places_of_names(__file__):
+            value = getattr(importlib.import_module(places_of_names(__file__)[name].partition(":")[0]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"meshc.{name}") is not None:
             value = importlib.import_module(f"meshc.{name}")
         else:

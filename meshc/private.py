@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from meshc.errors import CompileError
+from meshc.lazy_module import places_of_names
 
 if TYPE_CHECKING:
     import torch._decomp.decompositions as decompositions
@@ -70,65 +71,8 @@ if TYPE_CHECKING:
 
 SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.14", "transformers": "5.0 on"}
 
-NAMES: Final[Mapping[str, str]] = {
-    "decompositions": "torch._decomp.decompositions",
-    "functional_export": "torch._dynamo.functional_export",
-    "graph_region_tracker": "torch._dynamo.graph_region_tracker",
-    "symbolic_convert": "torch._dynamo.symbolic_convert",
-    "trace_rules": "torch._dynamo.trace_rules",
-    "dynamo_utils": "torch._dynamo.utils",
-    "variables": "torch._dynamo.variables",
-    "calls_of_torch": "torch._dynamo.variables.torch",
-    "eager_transforms": "torch._functorch.eager_transforms",
-    "dtensor_dispatch": "torch.distributed.tensor._dispatch",
-    "dtensor_random": "torch.distributed.tensor._random",
-    "dtensor_redistribute": "torch.distributed.tensor._redistribute",
-    "trees_of_fx": "torch.fx._pytree",
-    "trees_of_torch": "torch.utils._pytree",
-    "get_decompositions": "torch._decomp:get_decompositions",
-    "graph_capture": "torch._dynamo.functional_export:_dynamo_graph_capture_for_export",
-    "CheckFunctionManager": "torch._dynamo.guards:CheckFunctionManager",
-    "SideEffects": "torch._dynamo.side_effects:SideEffects",
-    "AttrSource": "torch._dynamo.source:AttrSource",
-    "LocalSource": "torch._dynamo.source:LocalSource",
-    "UnspecializedNNModuleSource": "torch._dynamo.source:UnspecializedNNModuleSource",
-    "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
-    "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
-    "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
-    "wrap_fx_proxy": "torch._dynamo.variables.builder:wrap_fx_proxy",
-    "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
-    "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
-    "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
-    "LazyCache": "torch._dynamo.variables.lazy:LazyCache",
-    "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
-    "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
-    "SymNodeVariable": "torch._dynamo.variables.tensor:SymNodeVariable",
-    **{
-        name: f"torch._functorch._aot_autograd.descriptors:{name}"
-        for name in (
-            "BackwardTokenAOTInput", "BackwardTokenAOTOutput", "BufferAOTInput", "ForwardTokenAOTInput", "ForwardTokenAOTOutput",
-            "GradAOTOutput", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput",
-        )
-    },
-    "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
-    "outside_transforms": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
-    "AdaptiveOutput": "torch.nn.modules.adaptive:_ASMoutput",
-    "TracingContext": "torch._guards:TracingContext",
-    "tracing": "torch._guards:tracing",
-    "with_effects": "torch._higher_order_ops.effects:with_effects",
-    "math_attention": "torch._higher_order_ops.flex_attention:math_attention",
-    "HigherOrderOperator": "torch._ops:HigherOrderOperator",
-    "OpOverload": "torch._ops:OpOverload",
-    "OpOverloadPacket": "torch._ops:OpOverloadPacket",
-    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
-    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
-    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "lazy_graph_modules": "torch.fx._lazy_graph_module:_use_lazy_graph_module",
-    "no_dispatch": "torch.utils._mode_utils:no_dispatch",
-    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
-    "TreeSpec": "torch.utils._pytree:TreeSpec",
-}  # fmt: skip
-"""What other files import from here, and where it is."""
+NAMES: Final = places_of_names(__file__)
+"""What other files import from here, and where it is: the imports above, which a type checker alone makes."""
 
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",

@@ -53,18 +53,6 @@ def test_what_is_reached_by_attribute_stands_in_the_table() -> None:
     assert missing == []
 
 
-def test_types_and_table_name_the_same() -> None:
-    """What mypy sees of the room is what it loads."""
-    tree = ast.parse(Path(private.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    said = {}
-    for node in block.body:
-        assert isinstance(node, ast.Import | ast.ImportFrom)
-        for one in node.names:
-            said[one.asname or one.name] = f"{node.module}:{one.name}" if isinstance(node, ast.ImportFrom) else one.name
-    assert said == dict(private.NAMES)
-
-
 def _covers(place: str, name: str) -> bool:
     return place == name or place.startswith(f"{name}.") or name.startswith(f"{place}.")
 
