@@ -89,7 +89,7 @@ class _ValueMatcher:
 
     def _means(self, name: str) -> Callable[[Record], bool]:
         if re.fullmatch(LINE, name.strip()):
-            return lambda one: f"{one.source.file.rsplit('/', 1)[-1]}:{one.source.line}" == name.strip()
+            return lambda one: one.source.place == name.strip()
         if name.startswith("value:"):
             means = {of for path, of in _returned_values(self.lowered) if fnmatchcase(path, name.removeprefix("value:"))}
         else:

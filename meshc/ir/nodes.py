@@ -40,9 +40,13 @@ class Source:
     region: str = ""
     saved: bool = False
 
+    @property
+    def place(self) -> str:
+        """`model.py:15`; "" if it is not known."""
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
-        place = f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else ""
-        return " ".join(part for part in (place, self.module) if part)
+        return " ".join(filter(None, (self.place, self.module)))
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,9 @@ from meshc.cost.devices import devices_of
 from meshc.cost.program_clock import program_seconds
 from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
-from meshc.report.summary import collectives, communicating, gradient_shardings, traffic
+from meshc.report.memory_report import bytes_by_kind
+from meshc.report.summary import collectives, gradient_shardings, times, traffic
 from meshc.report.tables import placement
-
-MEMORY = {
-    "parameter": "parameters", "state": "optimizer state", peak_memory.COPY: "copies in torch's layout", "buffer": "buffers",
-    "constant": "constants", "input": "inputs",
-}  # fmt: skip
 
 
 class CollectiveFigures(TypedDict):
@@ -91,18 +87,9 @@ def _collectives(program: PlainProgram) -> list[CollectiveFigures]:
 
 def _memory(program: PlainProgram) -> dict[str, int]:
     most = peak_memory.peak_rank(program)
-    found = {text: most.kept[kind] for kind, text in MEMORY.items() if most.kept.get(kind)}
-    if most.peak.gradients:
-        found["gradients, at the peak"] = most.peak.gradients
-    if most.peak.total:
-        found["activations, at the peak"] = most.peak.total - most.peak.gradients
-    return {**found, "together": most.total, **{text: size for text, size in most.beside.items() if size}}
+    return {**bytes_by_kind(most), "together": most.total, **{text: size for text, size in most.beside.items() if size}}
 
 
 def _seconds(program: PlainProgram, device: str | None) -> dict[str, float]:
     takes = program_seconds(program, device)
-    there = {"computing on the host": takes.there} if takes.there else {}
-    found = {"computing": takes.compute, **there, **{communicating(axes): one for axes, one in takes.communication.items()}}
-    if program.pipeline is not None:
-        found["waiting for other stages"] = takes.idle
-    return {**found, "hidden behind computing": takes.hidden_s, "together": takes.total}
+    return {**times(program, takes), "hidden behind computing": takes.hidden_s, "together": takes.total}

@@ -16,7 +16,7 @@ from typing import Final
 from meshc.errors import PlanError
 from meshc.files.folders import write_text
 from meshc.report.markup import Markup, join, table, tag, text
-from meshc.report.memory_report import shown_budget
+from meshc.report.memory_report import LARGEST_HEADERS, shown_budget
 from meshc.report.page import Head, Memory, Page
 from meshc.report.spans import TimeSpan
 from meshc.report.tables import bytes_text, seconds_text
@@ -150,8 +150,8 @@ def _percent(share: float | None) -> str:
 
 
 def _time(page: Page, colours: _Colours) -> Section:
-    whole = max(sum(one for _, one in page.times), page.head.step_s, 1e-30)
-    rows: list[Sequence[object]] = [(name, seconds_text(one), _bar(one / whole)) for name, one in page.times]
+    whole = max(sum(page.times.values()), page.head.step_s, 1e-30)
+    rows: list[Sequence[object]] = [(name, seconds_text(one), _bar(one / whole)) for name, one in page.times.items()]
     if page.hidden_s > 0:
         rows.append(("hidden behind computing", f"- {seconds_text(page.hidden_s)}", _bar(page.hidden_s / whole, "bar less")))
     rows.append((tag("strong", "a call"), tag("strong", seconds_text(page.head.step_s)), _bar(page.head.step_s / whole, "bar sum")))
@@ -201,20 +201,16 @@ def _memory(page: Page, colours: _Colours) -> Section:
     parts = [tag("p", f"of {found.whose}; predicted" + (f"; peak at {found.at}" if found.at else ""), class_="dim"), memory_chart(found)]
     parts.append(table(["", "bytes/rank", ""], kinds, (1,), class_="bars"))
     if found.largest:
-        rows = [(bytes_text(size), count, one.lies, one.made, one.line, one.until) for size, count, one in found.largest]
         parts += [tag("h3", "the largest values at the peak, equal layers as one")]
-        parts += [table(["bytes/rank", "count", "value", "made by", "at", "read last by"], rows, (0, 1), class_="largest")]
-        count, size = found.further
-        parts += [tag("p", f"and {bytes_text(size)} in {count} other{'s' * (count > 1)}", class_="dim")] if count else []
+        parts += [table(LARGEST_HEADERS, found.largest, (0, 1), class_="largest")]
+        parts += [tag("p", f"and {found.further}", class_="dim")] if found.further else []
     return "memory", "memory over a call", join(parts)
 
 
 def _model(page: Page, colours: _Colours) -> Section:
     headers = ["module, parameter", "", "dtype", "lies", "gradient, state", "bytes/rank", "state/rank"]
-    head = tag("tr", *(tag("th", name, class_="n" if at > 4 else None, scope="col") for at, name in enumerate(headers)))
-    rows = tag("tbody", *_rows(page.tree, colours, page.head.name, "", 0))
     told = "Sizes are global; equal layers stand once. `makes` is the last value of forward that a module's own lines make."
-    tree = tag("div", tag("table", tag("thead", head), rows, class_="tree"), class_="wide")
+    tree = table(headers, _rows(page.tree, colours, page.head.name, "", 0), (5, 6), class_="tree")
     return "model", "model", join([tag("p", told, class_="dim"), tree])
 
 
@@ -240,28 +236,28 @@ def _leaf(leaf: Leaf, colours: _Colours, path: str, depth: int) -> Markup:
         tag("td", leaf.dtype), tag("td", colours.lies(leaf.lies, leaf.partial)), tag("td", "; ".join(others)),
         tag("td", bytes_text(leaf.bytes), class_="n"), tag("td", bytes_text(leaf.state_bytes) if leaf.state_bytes else "", class_="n"),
     ]  # fmt: skip
-    axes = " ".join(sorted({axis for dim in leaf.lies for _, over in dim for axis in over}))
     name = path if gives else f"{path}.{leaf.name}".removeprefix(".")
-    return tag("tr", *cells, class_="gives" if gives else "leaf", data_depth=depth, data_find=f"{name} {axes}".lower())
+    return tag("tr", *cells, class_="gives" if gives else "leaf", data_depth=depth, data_find=f"{name} {_axis_words(leaf.lies)}".lower())
+
+
+def _axis_words(lies: Lies) -> str:
+    return " ".join(sorted({axis for dim in lies for _, over in dim for axis in over}))
 
 
 def _values(page: Page, colours: _Colours) -> Section:
     headers = ["value", "phase", "operator", "module", "line", "lies", "bytes/rank", "count", "why"]
-    head = tag("tr", *(tag("th", name, class_="n" if at in (6, 7) else None, scope="col") for at, name in enumerate(headers)))
     rows = []
     for one, count in page.values:
-        axes = " ".join(sorted({axis for dim in one.lies for _, over in dim for axis in over}))
-        find = f"{one.name} {one.phase} {one.operator} {one.module} {one.line} {axes}".lower()
+        find = f"{one.name} {one.phase} {one.operator} {one.module} {one.line} {_axis_words(one.lies)}".lower()
         cells = [
             tag("td", tag("code", one.name)), tag("td", one.phase), tag("td", one.operator), tag("td", one.module), tag("td", one.line),
             tag("td", f"{one.dtype} ", colours.lies(one.lies, one.partial)), tag("td", bytes_text(one.bytes), class_="n"),
             tag("td", count, class_="n"), tag("td", one.reason, class_="why"),
         ]  # fmt: skip
         rows.append(tag("tr", *cells, data_find=find))
-    listed = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="wide")
     more = tag("p", f"and {page.further_values} smaller ones: print(program) has all", class_="dim") if page.further_values else ""
     told = f"{len(page.values)} values that operators and collectives make, equal ones once, the largest first"
-    return "values", "values", tag("details", tag("summary", told), listed, more, id="all-values")
+    return "values", "values", tag("details", tag("summary", told), table(headers, rows, (6, 7)), more, id="all-values")
 
 
 SECTIONS: Final = (_plan, _axes, _time, _memory, _collectives, _model, _values)

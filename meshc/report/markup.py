@@ -39,8 +39,11 @@ def join(those: Iterable[object], between: str = "") -> Markup:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = (), class_: str | None = None) -> Markup:
-    """A table element. `numbers`: indices of right-aligned columns. Wide tables scroll on their own."""
+    """A table element. `numbers`: indices of right-aligned columns. A row may be an element already. Wide tables scroll on their own."""
     kind = ["n" if column in numbers else None for column in range(len(headers))]
     head = tag("tr", *(tag("th", name, class_=one, scope="col") for name, one in zip(headers, kind, strict=True)))
-    body = (tag("tr", *(tag("td", cell, class_=one) for cell, one in zip(row, kind, strict=True))) for row in rows)
+    body = (
+        row if isinstance(row, Markup) else tag("tr", *(tag("td", cell, class_=one) for cell, one in zip(row, kind, strict=True)))
+        for row in rows
+    )
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_=class_), class_="wide")

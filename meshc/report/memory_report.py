@@ -20,6 +20,22 @@ NAMES: Final = {
     "constant": "constants", "input": "inputs",
 }  # fmt: skip
 """Printed name of each kind of port whose values are live for the whole call."""
+LARGEST_HEADERS: Final = ["bytes/rank", "count", "value", "made by", "at", "read last by"]
+
+
+def bytes_by_kind(most: peak_memory.RankBytes) -> dict[str, int]:
+    """Bytes of a rank's device at the peak, by the printed names of their kinds."""
+    found = {text: most.kept[kind] for kind, text in NAMES.items() if most.kept.get(kind)}
+    if most.peak.gradients:
+        found["gradients, at the peak"] = most.peak.gradients
+    if most.peak.total:
+        found["activations, at the peak"] = most.peak.total - most.peak.gradients
+    return found
+
+
+def rank_text(program: PlainProgram, most: peak_memory.RankBytes) -> str:
+    """Whose memory is reported."""
+    return "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
 
 
 def memory_table(program: PlainProgram, budget: int | None = None) -> str:
@@ -37,25 +53,20 @@ def memory_table(program: PlainProgram, budget: int | None = None) -> str:
 
 
 def _by_kind(program: PlainProgram, ranks: Sequence[peak_memory.RankBytes], most: peak_memory.RankBytes, budget: int | None) -> str:
-    peak, kept = most.peak, most.kept
     waste: dict[str, float] = defaultdict(float)
     coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
     for port in program.inputs:
         if port.kind in peak_memory.KEPT and port.storage == "device" and program.owns(port.key, coordinates):
-            waste[port.kind] += peak_memory.port_bytes(port, program.axis_sizes) - peak_memory.real_bytes(port, program.axis_sizes)
-    rows = [(text, bytes_text(kept[kind]), share_text(waste[kind], kept[kind])) for kind, text in NAMES.items() if kept.get(kind)]
-    if peak.total:
-        if peak.gradients:
-            rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
-        rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
-    rows.append(("together", bytes_text(most.total), share_text(sum(waste.values()), sum(kept.values()))))
+            waste[NAMES[port.kind]] += peak_memory.port_bytes(port, program.axis_sizes) - peak_memory.real_bytes(port, program.axis_sizes)
+    rows = [(text, bytes_text(size), share_text(waste[text], size)) for text, size in bytes_by_kind(most).items()]
+    rows.append(("together", bytes_text(most.total), share_text(sum(waste.values()), sum(most.kept.values()))))
     if budget is not None:
         rows.append(("the budget", bytes_text(budget), ""))
     rows += [(text, bytes_text(size), "") for text, size in most.beside.items() if size]
-    whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
-    lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
-    if peak.at:
-        lines.append(f"  peak at {peak.at}")
+    title = f"memory of {rank_text(program, most)} (predicted; the peak is where most is alive)"
+    lines = [table(rows, ["memory", "bytes/rank", "padding"], title)]
+    if most.peak.at:
+        lines.append(f"  peak at {most.peak.at}")
     if program.pipeline is not None:
         lines.append(f"  together by rank: {', '.join(bytes_text(one.total) for one in ranks)}")
     return "\n".join(lines)
@@ -75,7 +86,7 @@ class LayerGroupKey(NamedTuple):
     @classmethod
     def of(cls, value: Value, called: Callable[[str], str]) -> LayerGroupKey:
         """The key of a value. `called`: maps a module's path to the path shown."""
-        return cls(_lies(value), _producer_text(value, called), _line(value), _until(value, called))
+        return cls(_lies(value), _producer_text(value, called), value.record.source.place if value.record else "", _until(value, called))
 
 
 def fold_layers(values: Sequence[Value]) -> list[tuple[LayerGroupKey, list[Value]]]:
@@ -87,37 +98,32 @@ def fold_layers(values: Sequence[Value]) -> list[tuple[LayerGroupKey, list[Value
     for alike, those in groups.items():
         names = {LayerGroupKey.of(value, str) for value in those}
         found.append((names.pop() if len(names) == 1 else alike, those))
-    return sorted(found, key=lambda item: -bytes_of(item[1]))
+    return sorted(found, key=lambda item: -_bytes_of(item[1]))
 
 
 def largest(found: Liveness) -> str:
     """Table of the largest computed values that are live at the peak."""
-    rows = [(bytes_text(bytes_of(values)), len(values), *alike) for alike, values in fold_layers(found.values)]
-    text = table(
-        rows[:LARGEST], ["bytes/rank", "count", "value", "made by", "at", "read last by"],
-        f"largest at the peak, of {bytes_text(bytes_of(found.values))} that the call has made by then (equal layers as one)",
-    )  # fmt: skip
-    further = _further(fold_layers(found.values)[LARGEST:])
-    return f"{text}\n  and {' '.join(further)}" if further else text
+    rows, further = largest_rows(found.values)
+    title = f"largest at the peak, of {bytes_text(_bytes_of(found.values))} that the call has made by then (equal layers as one)"
+    return "\n  and ".join([table(rows, LARGEST_HEADERS, title), *([" ".join(further)] if further else [])])
 
 
-def _further(rows: Sequence[tuple[LayerGroupKey, list[Value]]]) -> tuple[str, str] | None:
-    """Total bytes and count of the rows that are not shown."""
-    count = sum(len(values) for _, values in rows)
-    return (bytes_text(sum(bytes_of(values) for _, values in rows)), f"in {count} other{'s' * (count > 1)}") if rows else None
+def largest_rows(found: Sequence[Value], most: int = LARGEST) -> tuple[list[tuple[str, int, str, str, str, str]], tuple[str, str] | None]:
+    """The first `most` rows of the table of values; of further ones the total bytes and the count."""
+    folded = fold_layers(found)
+    rest = [value for _, values in folded[most:] for value in values]
+    further = (bytes_text(_bytes_of(rest)), f"in {len(rest)} other{'s' * (len(rest) > 1)}") if rest else None
+    return [(bytes_text(_bytes_of(values)), len(values), *alike) for alike, values in folded[:most]], further
 
 
-def lines_of(found: Liveness, most: int = 5) -> list[str]:
-    """The first `most` rows of the table of `largest`, as lines of an error message."""
-    rows = fold_layers(found.values)
-    lines = [
-        f"{bytes_text(bytes_of(values)):>8} {f'{len(values)} x' if len(values) > 1 else '':>5} {', '.join(filter(None, alike[:3]))}"
-        for alike, values in rows[:most]
-    ]
-    return [*lines, *([f"{further[0]:>8} {'':>5} {further[1]}"] if (further := _further(rows[most:])) else [])]
+def lines_of(found: Liveness) -> list[str]:
+    """The first rows of the table of `largest`, as lines of an error message."""
+    rows, further = largest_rows(found.values, 5)
+    lines = [f"{size:>8} {f'{count} x' if count > 1 else '':>5} {', '.join(filter(None, alike[:3]))}" for size, count, *alike in rows]
+    return [*lines, *([f"{further[0]:>8} {'':>5} {further[1]}"] if further else [])]
 
 
-def bytes_of(values: Sequence[Value]) -> int:
+def _bytes_of(values: Sequence[Value]) -> int:
     return sum(value.bytes for value in values)
 
 
@@ -140,11 +146,6 @@ def _producer_text(value: Value, called: Callable[[str], str]) -> str:
         return _by(value.made, called)
     where = "" if value.record is None else called(value.record.source.module)
     return ", ".join(word for word in ("another rank", where) if word)
-
-
-def _line(value: Value) -> str:
-    source = None if value.record is None else value.record.source
-    return "" if source is None or not source.file else f"{source.file.rsplit('/', 1)[-1]}:{source.line}"
 
 
 def _until(value: Value, called: Callable[[str], str]) -> str:
@@ -200,8 +201,7 @@ def draw_memory(alive: Liveness, budget: int | None = None) -> list[str]:
     left = max(map(len, labels))
     rows = [f"{label:>{left}} │{_row(row, columns, kept, shown, top)}".rstrip() for row, label in enumerate(labels)]
     peak = next(at for at in range(WIDTH) if columns[at] == alive.holds.total)
-    lines = [*rows, f"{'':{left}}  {''.join(_under(phases))}", f"{'':{left}}  {'':{peak}}▲"]
-    return lines
+    return [*rows, f"{'':{left}}  {''.join(_under(phases))}", f"{'':{left}}  {'':{peak}}▲"]
 
 
 def _level(size: int, top: int) -> int:

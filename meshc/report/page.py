@@ -5,7 +5,7 @@ All figures are those of the summary, computed by the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,10 +23,8 @@ from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
 from meshc.report import memory_report, offload_table, search_tables
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
-from meshc.report.figures import MEMORY
 from meshc.report.spans import TimeSpan, spans
-from meshc.report.summary import CollectiveTraffic, CollectiveUse, collectives, communicating, traffic, why
-from meshc.report.tables import bytes_text
+from meshc.report.summary import CollectiveTraffic, CollectiveUse, collectives, times, traffic, why
 from meshc.report.tree import Branch, FoldedValues, tree, values
 
 POINTS = 360
@@ -81,7 +79,7 @@ class Memory(NamedTuple):
 
     kinds    bytes by kind;  kept  bytes that are live for the whole call
     course   (bytes without `kept`, phase) over the call;  peak  index of the peak
-    largest  the ten largest values at the peak, and the total of further ones
+    largest  the ten largest values at the peak, and what is said of further ones
     """
 
     whose: str
@@ -92,8 +90,8 @@ class Memory(NamedTuple):
     budget: int | None
     course: Sequence[tuple[int, str]]
     peak: int
-    largest: Sequence[tuple[int, int, memory_report.LayerGroupKey]]
-    further: tuple[int, int]
+    largest: Sequence[Sequence[object]]
+    further: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Page:
     weighed: Grid | None
     tried: Grid | None
     axes: Sequence[AxisAccount]
-    times: Sequence[tuple[str, float]]
+    times: Mapping[str, float]
     hidden_s: float
     traffic: Sequence[CollectiveTraffic]
     largest: Sequence[Largest]
@@ -137,22 +135,17 @@ def page(
     on = devices_of(program.mesh, device).slowest()
     takes, found = program_seconds(program, device), peak_liveness(program)
     uses, made = collectives(program, on), values(program)
-    times = [("computing", takes.compute), *([("computing on the host", takes.there)] if takes.there else [])]
-    times += [(communicating(over), one) for over, one in takes.communication.items()]
-    times += [("waiting for other stages", takes.idle)] if program.pipeline is not None else []
     return Page(
         head=_head(program, name, on, takes.total, found.holds.total, budget),
         notes=program.notes,
         weighed=None if weighed is None else Grid(*search_tables.plan_candidate_rows(weighed)),
         tried=None if tried is None else Grid(*search_tables.tried_rows(tried)),
         axes=axes(program, uses, on),
-        times=times,
+        times=times(program, takes),
         hidden_s=takes.hidden_s,
-        traffic=_traffic(uses),
+        traffic=sorted(traffic(uses), key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds)),
         largest=_largest(uses),
-        copies=Grid(
-            offload_table.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in offload_table.rows_of(program)]
-        ),
+        copies=Grid(offload_table.HEADERS, offload_table.rows_of(program)),
         memory=_memory(program, found, budget),
         stages=_stages(program, device),
         timeline=draw.svg(predict_timeline(program, device)),
@@ -176,10 +169,6 @@ def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: in
 # ---------------------------------------------------------------------------------------------------------------------- collectives
 
 
-def _traffic(uses: Sequence[CollectiveUse]) -> list[CollectiveTraffic]:
-    return sorted(traffic(uses), key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds))
-
-
 def _largest(uses: Sequence[CollectiveUse]) -> list[Largest]:
     groups: dict[tuple[object, ...], list[CollectiveUse]] = {}
     for use in uses:
@@ -200,19 +189,12 @@ def _largest(uses: Sequence[CollectiveUse]) -> list[Largest]:
 
 
 def _memory(program: PlainProgram, found: Liveness, budget: int | None) -> Memory:
-    most, peak = found.holds, found.holds.peak
-    kinds = [(text, most.kept[kind]) for kind, text in MEMORY.items() if most.kept.get(kind)]
-    kinds += [("gradients, at the peak", peak.gradients)] if peak.gradients else []
-    kinds += [("activations, at the peak", peak.total - peak.gradients)] if peak.total > peak.gradients else []
-    kinds += [(text, size) for text, size in most.beside.items() if size]
-    folded = memory_report.fold_layers(found.values)
-    rest = [values for _, values in folded[memory_report.LARGEST :]]
-    course, at = _fewer(found.course, found.peak)
+    most = found.holds
+    kinds = [(text, size) for text, size in [*memory_report.bytes_by_kind(most).items(), *most.beside.items()] if size]
+    largest, further = memory_report.largest_rows(found.values)
     return Memory(
-        "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most", peak.at, kinds,
-        sum(most.kept.values()), most.total, budget, course, at,
-        [(memory_report.bytes_of(those), len(those), alike) for alike, those in folded[: memory_report.LARGEST]],
-        (sum(map(len, rest)), sum(map(memory_report.bytes_of, rest))),
+        memory_report.rank_text(program, most), most.peak.at, kinds, sum(most.kept.values()), most.total, budget,
+        *_fewer(found.course, found.peak), largest, " ".join(further or ()),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from meshc.cost.flops import flops
 from meshc.ir import calls, records
 from meshc.plan.plan_candidate import PlanCandidate
 from meshc.program.program import PlainProgram
-from meshc.report.tables import bytes_text, seconds_text, table
+from meshc.report.tables import bytes_text, seconds_text, table, without_columns
 
 
 class RankedPlan(TypedDict):
@@ -94,9 +94,8 @@ def text(rows: Sequence[RankedPlan], title: str) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    empty = {column for column in range(len(headers)) if not any(row[column] for row in cells)}
-    keep = [column for column in range(len(headers)) if column not in empty]
-    return table([[row[column] for column in keep] for row in cells], [headers[column] for column in keep], title)
+    headers, cells = without_columns(headers, cells, [column for column in range(len(headers)) if not any(row[column] for row in cells)])
+    return table(cells, headers, title)
 
 
 def ideal_seconds(program: PlainProgram, device: Device) -> float | None:

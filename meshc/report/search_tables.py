@@ -23,7 +23,7 @@ from typing import Final
 
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.plan_candidate import PlanCandidate
-from meshc.report.tables import bytes_text, seconds_text, table
+from meshc.report.tables import bytes_text, seconds_text, table, without_columns
 
 SHOWN: Final = 20
 """Largest number of rows."""
@@ -48,10 +48,8 @@ def tried_rows(tried: Sequence[PipelineCandidate]) -> tuple[list[str], list[list
     """Headers, and the first rows. Columns with equal cells in all rows are left out."""
     best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
     rows = [_row(each) for each in best[:SHOWN]]
-    same = {column for column in (1, 6) if len({row[column] for row in rows} - {""}) <= 1}
-    same |= {4} if not any(one.again for one in best[:SHOWN]) else set()
-    keep = [column for column in range(len(HEADERS)) if column not in same]
-    return [HEADERS[column] for column in keep], [[row[column] for column in keep] for row in rows]
+    same = [column for column, most in ((1, 1), (4, 0), (6, 1)) if len({row[column] for row in rows} - {""}) <= most]
+    return without_columns(HEADERS, rows, same)
 
 
 def _row(one: PipelineCandidate) -> list[str]:

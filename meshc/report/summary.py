@@ -22,7 +22,7 @@ from meshc.cost.divided_work import collapse_layers
 from meshc.cost.flops import flops
 from meshc.cost.links import collective_seconds, payload
 from meshc.cost.padding_waste import padding
-from meshc.cost.program_clock import program_seconds
+from meshc.cost.program_clock import Seconds, program_seconds
 from meshc.cost.stage_clock import HOST
 from meshc.ir import PHASES, Source, spmd
 from meshc.ir.graph import placeholders
@@ -33,7 +33,7 @@ from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
 from meshc.report import memory_report, offload_table
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
-from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
+from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table, without_columns
 
 PLAN_LINES: Final = 20
 """Lines of a plan that are shown."""
@@ -185,9 +185,9 @@ def _parameters(program: PlainProgram) -> str:
         rows.append((one.name, len(ports), kind, *cells, here, bytes_text(size), bytes_text(state_size) + where))
     places = f"DTensor over ({', '.join(axes)})"
     headers = ["parameter", "count", "dtype", "sharding", places, "its gradient", "its state", axis, "bytes/rank", "state/rank"]
-    drop = [column for column in (5, 6, 7, 9) if all(row[column] in ("", "0 B") for row in rows)]
-    keep = [column for column in range(len(headers)) if column not in drop]
-    return table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
+    empty = [column for column in (5, 6, 7, 9) if all(row[column] in ("", "0 B") for row in rows)]
+    headers, shown = without_columns(headers, rows, empty)
+    return table(shown, headers, "parameters (sizes are global)")
 
 
 def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
@@ -261,9 +261,8 @@ def _collectives(program: PlainProgram) -> str:
         (one.phase, one.kind, ", ".join(one.axes), one.times, bytes_text(one.bytes), bytes_text(one.largest), one.reason) for one in found
     ]
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
-    of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
     sized = "bytes of the operand; of the result for all_gather; what moves for halo and zigzag"
-    return table(rows, headers, f"collectives of one call{of} ({sized})")
+    return table(rows, headers, f"collectives of one call{_of_ranks(program)} ({sized})")
 
 
 def _mostly(uses: Iterable[CollectiveUse]) -> str:
@@ -285,9 +284,11 @@ def why(use: CollectiveUse) -> str:
 
 def _offload_table(program: PlainProgram) -> str:
     rows = offload_table.rows_of(program)
-    shown = [(phase, copy, count, bytes_text(total), bytes_text(most), why) for phase, copy, count, total, most, why in rows]
-    of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
-    return table(shown, offload_table.HEADERS, f"copies between device and host in one call{of}") if rows else ""
+    return table(rows, offload_table.HEADERS, f"copies between device and host in one call{_of_ranks(program)}") if rows else ""
+
+
+def _of_ranks(program: PlainProgram) -> str:
+    return "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- time
@@ -295,13 +296,9 @@ def _offload_table(program: PlainProgram) -> str:
 
 def _time(program: PlainProgram, device: str | None, on: Device) -> str:
     takes = program_seconds(program, device)
-    rows = [("computing", takes.compute), *((communicating(axes), one) for axes, one in takes.communication.items())]
-    if takes.there:
-        rows.insert(1, ("computing on the host", takes.there))
+    rows = [*times(program, takes).items(), ("together", takes.total)]
     if program.pipeline is not None:
-        rows.append(("waiting for other stages", takes.idle))
         rows[0] = ("computing, on the rank that does so longest", takes.compute)
-    rows.append(("together", takes.total))
     title = f"predicted time of a call ({on.name}: {on.source})"
     lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
@@ -311,9 +308,16 @@ def _time(program: PlainProgram, device: str | None, on: Device) -> str:
     return "\n".join(lines)
 
 
-def communicating(axes: str) -> str:
-    """Printed name of communication over these axes, or of copies to and from the host."""
-    return "copying to the host and back" if axes == HOST else f"communicating over {axes}"
+def times(program: PlainProgram, takes: Seconds) -> dict[str, float]:
+    """Seconds of a call by the printed names of what they are spent on; communication that computing hides is not counted."""
+    found = {"computing": takes.compute}
+    if takes.there:
+        found["computing on the host"] = takes.there
+    for axes, one in takes.communication.items():
+        found["copying to the host and back" if axes == HOST else f"communicating over {axes}"] = one
+    if program.pipeline is not None:
+        found["waiting for other stages"] = takes.idle
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- work

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar
 
 from tabulate import tabulate
 from torch.distributed.tensor import Replicate, Shard
@@ -11,6 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from meshc.ir.layouts import torch_placements
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
+
+Cell = TypeVar("Cell")
 
 
 def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
@@ -36,6 +39,14 @@ def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> s
     """A title, and beneath it the rows, indented by two spaces."""
     text = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def without_columns(
+    headers: Sequence[str], rows: Iterable[Sequence[Cell]], gone: Container[int]
+) -> tuple[list[str], list[list[Cell]]]:
+    """Headers and rows without the columns at the indices `gone`."""
+    keep = [column for column in range(len(headers)) if column not in gone]
+    return [headers[column] for column in keep], [[row[column] for column in keep] for row in rows]
 
 
 def bytes_text(count: float, unit: str = "B") -> str:

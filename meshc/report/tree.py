@@ -108,16 +108,13 @@ def tree(program: PlainProgram) -> Branch:
 def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | None, states: Sequence[Port]) -> Leaf:
     own = placement(port.sharding, port.shape)
     kept = [state.sharding for state in states if state.shape == port.shape]
-    other, state = (
-        "" if one is None or placement(one, port.shape) == own else placement(one, port.shape)
-        for one in (gradient, kept[0] if kept else None)
-    )  # fmt: skip
+    others = ("" if one is None else placement(one, port.shape) for one in (gradient, kept[0] if kept else None))
+    other, state = ("" if said == own else said for said in others)
     size, state_size = (sum(peak_memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
     where = "" if port.storage == "device" else f"on the {port.storage}"
     if not where and (tiers := {each.storage for each in states} - {"device"}):
         where = f"its state on the {' and the '.join(sorted(tiers))}"
-    dtype = str(port.dtype).removeprefix("torch.")
-    return Leaf(name, port.kind, dtype, lies(port.sharding, port.shape), (), other, state, where, size, state_size)
+    return Leaf(name, port.kind, _dtype(port), lies(port.sharding, port.shape), (), other, state, where, size, state_size)
 
 
 def _module_outputs(program: PlainProgram) -> dict[str, ir.Record]:
@@ -132,7 +129,7 @@ def _module_outputs(program: PlainProgram) -> dict[str, ir.Record]:
     return found
 
 
-def _dtype(one: ir.Record) -> str:
+def _dtype(one: ir.Record | Port) -> str:
     return str(one.dtype).removeprefix("torch.")
 
 
@@ -201,10 +198,8 @@ def _each(program: PlainProgram) -> Iterator[FoldedValues]:
             one = ir.records(node)[0]
             if one.dtype is None or ir.op_name(node) == "getitem":
                 continue
-            source = one.source
-            line = f"{source.file.rsplit('/', 1)[-1]}:{source.line}" if source.file else ""
             size = sum(map(ir.local_bytes, ir.records(node)))
             yield FoldedValues(
-                node.name, one.phase, ir.op_name(node), collapse_layers(source.module), line, lies(one.sharding, one.shape),
+                node.name, one.phase, ir.op_name(node), collapse_layers(one.source.module), one.source.place, lies(one.sharding, one.shape),
                 _partial(one.sharding), _dtype(one), size, one.reason,
             )  # fmt: skip

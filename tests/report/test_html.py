@@ -178,7 +178,7 @@ def test_what_a_call_spends_its_time_on_is_the_whole_call(program: meshc.Program
     assert computes == pytest.approx(dict(found.times)["computing"])
     assert list(dict.fromkeys(one.phase for one in found.spans)) == ["forward", "backward", "update"]
     waits = sum(one.end_s - one.start_s for one in found.spans if one.waits)
-    messages = sum(seconds for what, seconds in found.times if what.startswith("communicating"))
+    messages = sum(seconds for what, seconds in found.times.items() if what.startswith("communicating"))
     assert 0 < waits == pytest.approx(messages - found.hidden_s)
 
 
