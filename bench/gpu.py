@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.plan.remat_lines import POLICIES
+from meshc.plan.memory_lines import POLICIES
 
 SHAPE = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,

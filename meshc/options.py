@@ -24,7 +24,7 @@ from meshc.frontend.expert_capacity import OVERFLOW, PRIORITY, Capacity
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Training
-from meshc.plan.remat_lines import POLICIES
+from meshc.plan.memory_lines import POLICIES
 from meshc.program.instance import KEPT as KEPT_SIZES
 
 Kind = TypeVar("Kind")

@@ -19,7 +19,7 @@ from meshc.passes.phases.compiler_pass import Pass
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.plan.offload_lines import PARAMS, STATE, STORED
+from meshc.plan.memory_lines import PARAMS, STATE, STORED
 
 meshc = torch.ops.meshc
 

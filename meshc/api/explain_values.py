@@ -26,7 +26,7 @@ from meshc.passes.memory.kept_values import least_kept
 from meshc.passes.memory.recomputable import recomputable_of_stage
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.remat_lines import RematLine
+from meshc.plan.memory_lines import RematLine
 from meshc.report.explanation import PlanAlternative, RetainedValue
 from meshc.report.tables import bytes_text, placement
 

@@ -20,8 +20,7 @@ from typing import Final
 
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.plan.entries import AxisEntry
-from meshc.plan.plan import Plan
-from meshc.plan.recipes import RECIPES
+from meshc.plan.recipes import RECIPES, write_entry
 
 DATA: Final = "data"
 OF_ROLE: Final[Mapping[str | None, tuple[str, ...]]] = {
@@ -45,7 +44,8 @@ def combinations(axes: Sequence[str], *, step: bool = True, local: bool = False)
         data = [axis for axis, one in zip(axes, picked, strict=True) if one == DATA]
         for recipes in _of_data(data, step):
             taken = [recipes.get(axis, one) for axis, one in zip(axes, picked, strict=True)]
-            yield _name(axes, taken), tuple(_entry(axis, one) for axis, one in zip(axes, taken, strict=True))
+            texts = [RECIPES[one].entries[0][1] for one in taken]  # whatever roles the axes' names have
+            yield _name(axes, taken), tuple(map(write_entry, axes, texts, [f"recipe {one}" for one in taken]))
 
 
 def _of_data(axes: Sequence[str], step: bool) -> Iterator[dict[str, str]]:
@@ -67,10 +67,3 @@ def _name(axes: Sequence[str], taken: Sequence[str]) -> str:
         alone = set(mine) == {axis for axis in axes if RECIPES[one].entry(axis) is not None}
         parts.append(one if fits and alone else f"{one} over {', '.join(mine)}")
     return "+".join(parts) if not any(" " in part for part in parts) else "; ".join(parts)
-
-
-def _entry(axis: str, recipe: str) -> AxisEntry:
-    """The entry of the recipe for the axis, whatever role the axis's name has."""
-    text = RECIPES[recipe].entries[0][1]
-    written = Plan(f"{axis}: {text}").axes[0]
-    return AxisEntry(axis, written.ranks, written.store, source=f"recipe {recipe}")

@@ -43,5 +43,9 @@ class Line:
         found = self.accept(pattern)
         return self.fail(fix) if found is None else found
 
+    def expect_end(self, fix: str) -> None:
+        if not self.is_at_end:
+            self.fail(fix)
+
     def fail(self, fix: str, at: int | None = None) -> NoReturn:
         raise PlanLineFault(self.at if at is None else at, fix)

@@ -35,14 +35,14 @@ def factorizations(devices: int, node: int, stages: bool = True) -> list[tuple[A
 
 
 def _sizes(devices: int, node: int, stages: bool) -> Iterator[dict[str, int]]:
-    inside = next(size for size in range(node, 0, -1) if devices % size == 0)
+    inside = _largest_divisor(devices, node)
     nodes = devices // inside
     yield {"dp": nodes, "tp": inside}
     for size in (inside // 2, 2):
         if size > 1 and inside % size == 0:
             yield {"dp": devices // size, "tp": size}
     yield {"dp": devices}
-    outer = _near_root(nodes)
+    outer = _largest_divisor(nodes, isqrt(nodes))
     if outer > 1:
         yield {"dp": outer, "dp_shard": nodes // outer, "tp": inside}
     for count in STAGES if stages else ():
@@ -52,6 +52,5 @@ def _sizes(devices: int, node: int, stages: bool) -> Iterator[dict[str, int]]:
             yield {"pp": count, "dp": devices // count}
 
 
-def _near_root(count: int) -> int:
-    """The largest divisor up to the square root; 1 for a prime."""
-    return next(size for size in range(isqrt(count), 0, -1) if count % size == 0)
+def _largest_divisor(count: int, most: int) -> int:
+    return next(size for size in range(most, 0, -1) if count % size == 0)

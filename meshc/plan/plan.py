@@ -26,12 +26,10 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.chunk_lines import ChunkLine
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
-from meshc.plan.offload_lines import OffloadLine
+from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
-from meshc.plan.remat_lines import KeepLine, RematLine
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -53,10 +51,7 @@ class Plan:
     chunks: tuple[ChunkLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
-        if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept, lines.offloads, lines.chunks)
-        else:
-            self._fill(*read_entries(number_lines(lines), "this plan"))
+        vars(self).update(vars(lines if isinstance(lines, Plan) else Plan.of(**read_entries(number_lines(lines), "this plan"))))
 
     @classmethod
     def of(
@@ -72,18 +67,19 @@ class Plan:
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
-        plan._fill(
-            tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads), tuple(chunks)
-        )
+        vars(plan).update(
+            axes=tuple(axes), pins=tuple(pins), stores=tuple(stores), operators=tuple(operators), remats=tuple(remats), kept=tuple(kept),
+            offloads=tuple(offloads), chunks=tuple(chunks),
+        )  # fmt: skip
+        refuse_faults("these entries are no plan", duplicates(plan.axes))
         return plan
 
     def having(
         self, axes: Iterable[AxisEntry], stores: Iterable[StoreLine] | None = None, operators: Iterable[OperatorPin] | None = None
     ) -> Plan:
         """The plan with its entries replaced, and its store lines or operator pins too if given; all other lines stay."""
-        stores = self.stores if stores is None else stores
-        operators = self.operators if operators is None else operators
-        return Plan.of(axes, self.pins, stores, operators, self.remats, self.kept, self.offloads, self.chunks)
+        given = {"axes": axes, "stores": stores, "operators": operators}
+        return Plan.of(**{**vars(self), **{name: lines for name, lines in given.items() if lines is not None}})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -100,26 +96,11 @@ class Plan:
             lines = readers[file.suffix](text)
         except PlanError as error:
             raise PlanError(f"{file}: {error}") from error
-        return cls.of(*read_entries(lines, str(file)))
+        return cls.of(**read_entries(lines, str(file)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the canonical text to a ``.plan`` file, which ``Plan.load`` reads."""
         file_to_write(path).write_text(f"{self}\n", encoding="utf-8")
-
-    def _fill(
-        self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...],
-        remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...], offloads: tuple[OffloadLine, ...],
-        chunks: tuple[ChunkLine, ...],
-    ) -> None:  # fmt: skip
-        refuse_faults("these entries are no plan", duplicates(axes))
-        object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "pins", pins)
-        object.__setattr__(self, "stores", stores)
-        object.__setattr__(self, "operators", operators)
-        object.__setattr__(self, "remats", remats)
-        object.__setattr__(self, "kept", kept)
-        object.__setattr__(self, "offloads", offloads)
-        object.__setattr__(self, "chunks", chunks)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
@@ -145,10 +126,7 @@ class Plan:
         refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
 
     def __add__(self, other: Plan) -> Plan:
-        return Plan.of(
-            self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators,
-            self.remats + other.remats, self.kept + other.kept, self.offloads + other.offloads, self.chunks + other.chunks,
-        )  # fmt: skip
+        return Plan.of(**{name: lines + getattr(other, name) for name, lines in vars(self).items()})
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Final, TypeAlias
+from typing import Any, Final
 
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME, RESERVED
 from meshc.ir.nodes import PHASES
-from meshc.plan.chunk_lines import ChunkLine, read_chunk_line
 from meshc.plan.cursor import FACTOR, GLOB, Line, PlanLineFault
 from meshc.plan.entries import (
     AUTO,
@@ -28,12 +29,12 @@ from meshc.plan.entries import (
     Pin,
     PinDim,
     PinFactor,
+    PlanLine,
     StoreLine,
     duplicates,
 )
-from meshc.plan.offload_lines import OffloadLine, read_offload_line
+from meshc.plan.memory_lines import read_chunk_line, read_keep_line, read_offload_line, read_remat_line
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
 
 WORDS: Final = ("pin", *RESERVED)
 """First words of lines that are no axis entries. The RESERVED ones cannot be axis names."""
@@ -131,25 +132,11 @@ def _refuse_long(text: str, most: int = MOST_PLAN_MARKUP) -> None:
 # Reading.
 
 _KIND: Final = re.compile(r"\w+:(?=[\w.*?\[\]!-]+\s*:)")
-_PIN: Final = re.compile(r"pin\s+(?=[^\s:])")
 _AUTO: Final = re.compile(rf"{AUTO}(?![\w.-])")
-_RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
-Entries: TypeAlias = tuple[
-    tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...], tuple[RematLine, ...], tuple[KeepLine, ...],
-    tuple[OffloadLine, ...], tuple[ChunkLine, ...],
-]
-
-
-def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
-    axes: list[AxisEntry] = []
-    pins: list[Pin] = []
-    stores: list[StoreLine] = []
-    operators: list[OperatorPin] = []
-    remats: list[RematLine] = []
-    kept: list[KeepLine] = []
-    offloads: list[OffloadLine] = []
-    chunks: list[ChunkLine] = []
+def read_entries(lines: Iterable[tuple[int, str]], name: str) -> dict[str, list[Any]]:
+    """The entries and lines of a plan, by the field of `Plan` that holds them."""
+    found: dict[str, list[Any]] = defaultdict(list)
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -160,48 +147,34 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
         line = Line(text)
         if line.is_at_end:
             continue
+        field, read = next((field, read) for field, begins, read in _KINDS_OF_LINES if line.accept(begins) is not None)
         try:
-            if line.accept(_PIN) is not None:
-                if line.accept(BEGIN) is not None:
-                    operators.append(read_operator_pin(line, number))
-                else:
-                    pins.append(_read_pin(line, number))
-            elif line.accept(r"remat\b") is not None:
-                remats.append(read_remat_line(line, number))
-            elif line.accept(r"keep\b") is not None:
-                kept.append(read_keep_line(line, number))
-            elif line.accept(r"offload\b") is not None:
-                offloads.append(read_offload_line(line, number))
-            elif line.accept(r"chunk\b") is not None:
-                chunks.append(read_chunk_line(line, number))
-            elif (word := line.accept(_RESERVED)) is not None:
-                stores.append(_read_store_line(line, number, word))
-            else:
-                axes.append(_read_axis(line, number))
+            found[field].append(replace(read(line), line=number, text=text.strip()))
         except PlanLineFault as fault:
             head = f"line {number}: " if number else ""
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
-    refuse_faults(f"{name} cannot be read", faults + duplicates(axes))
-    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads), tuple(chunks)
+    refuse_faults(f"{name} cannot be read", faults + duplicates(found["axes"]))
+    return found
 
 
-def _read_axis(line: Line, number: int) -> AxisEntry:
+def _read_axis(line: Line) -> AxisEntry:
     axis = line.expect(NAME, "a line starts with the name of a mesh axis, with `pin` or `store`; as in `tp: heads, ffn`")
     line.expect(":", f"after the axis comes a colon: `{axis}: heads, ffn`")
     ranks: list[tuple[FactorTerm, ...]] = []
     if line.accept(_AUTO) is not None:
-        if not line.is_at_end:
-            line.fail(f"`{axis}: {AUTO}` stands alone: the search chooses what the axis splits and what is stored split along it")
-        return AxisEntry(axis, line=number, text=line.text.strip(), auto=True)
+        line.expect_end(f"`{axis}: {AUTO}` stands alone: the search chooses what the axis splits and what is stored split along it")
+        return AxisEntry(axis, auto=True)
     if line.accept(r"-(?![\w.])") is None:
         seen: set[FactorTerm] = set()
         ranks.append(_read_rank(line, axis, seen))
         while line.accept(">"):
             ranks.append(_read_rank(line, axis, seen))
-    store = _read_store(line) if line.accept(";") else ()
-    if not line.is_at_end:
-        line.fail("separate factors by `,`, ranks by `>`, and put `; store ...` last")
-    return AxisEntry(axis, tuple(ranks), store, line=number, text=line.text.strip())
+    store: tuple[str, ...] = ()
+    if line.accept(";"):
+        line.expect(r"store\b", "only `store params, grads, state`, or a part of it, follows a semicolon")
+        store = _read_kinds(line)
+    line.expect_end("separate factors by `,`, ranks by `>`, and put `; store ...` last")
+    return AxisEntry(axis, tuple(ranks), store)
 
 
 def _read_rank(line: Line, axis: str, seen: set[FactorTerm]) -> tuple[FactorTerm, ...]:
@@ -223,11 +196,6 @@ def _read_rank(line: Line, axis: str, seen: set[FactorTerm]) -> tuple[FactorTerm
     return tuple(rank)
 
 
-def _read_store(line: Line) -> tuple[str, ...]:
-    line.expect(r"store\b", "only `store params, grads, state`, or a part of it, follows a semicolon")
-    return _read_kinds(line)
-
-
 def _read_kinds(line: Line) -> tuple[str, ...]:
     words: list[str] = []
     while not words or line.accept(","):
@@ -241,10 +209,10 @@ def _read_kinds(line: Line) -> tuple[str, ...]:
     return tuple(word for word in STORES if word in words)
 
 
-def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
+def _read_store_line(line: Line) -> StoreLine:
     names = "a store line names parameters, with * for any text, as in `store lm_head.weight state: vocab/dp, _`"
     if line.accept(":") is not None:
-        line.fail(f"{word} is no axis's name: {names}", 0)
+        line.fail(f"store is no axis's name: {names}", 0)
     start = line.at
     if line.accept(_KIND) is not None:
         line.fail(f"what lies between steps are parameters, their gradients and state: {names}", start)
@@ -257,10 +225,10 @@ def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
         line.expect(":", f"then comes a colon, and one entry for each dim: `store {pattern} {', '.join(kinds)}: vocab/dp, _`")
     dims = _read_dims(line, again=True)
     _refuse_rest(line)
-    return StoreLine(pattern, dims, kinds, line=number, text=line.text.strip())
+    return StoreLine(pattern, dims, kinds)
 
 
-def _read_pin(line: Line, number: int) -> Pin:
+def _read_pin(line: Line) -> Pin:
     names = (
         "a pin names parameters (`fc*.weight`), an input (`input:x`), a module's value (`value:model.norm`) or operators "
         "(`op:model.norm/backward`), with * for any text"
@@ -274,7 +242,7 @@ def _read_pin(line: Line, number: int) -> Pin:
     dims = _read_dims(line)
     only = line.accept(r"only\b") is not None
     _refuse_rest(line, "; `only` comes last")
-    return Pin(pattern, dims, only, line=number, text=line.text.strip())
+    return Pin(pattern, dims, only)
 
 
 def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
@@ -285,8 +253,7 @@ def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
 
 
 def _refuse_rest(line: Line, more: str = "") -> None:
-    if not line.is_at_end:
-        line.fail(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
+    line.expect_end(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
 
 
 def _read_dim(line: Line, again: bool) -> PinDim:
@@ -317,14 +284,11 @@ def _read_dim(line: Line, again: bool) -> PinDim:
 #
 # lm_head/backward/mm.2: batch/dp, hidden[2]/cp, -/tp, partial/sp
 
-
-BEGIN: Final = re.compile(r"op:(?=[\w.*?\[\]!/-]*\s*:)")
-"""Beginning of an operator pin, as opposed to the pin of a parameter named `op`."""
 _GLOB: Final = re.compile(r"[\w.*?\[\]!/-]+")
 _NUMBER: Final = re.compile(r"\[[1-9]\d{0,3}\]")
 
 
-def read_operator_pin(line: Line, number: int) -> OperatorPin:
+def _read_operator_pin(line: Line) -> OperatorPin:
     names = "a pin of operators names MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR, as in `op:lm_head/backward/mm`; * is any text"
     start = line.at
     pattern = line.expect(_GLOB, names)
@@ -347,9 +311,8 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
             others[factor] += axes
         else:
             splits.append(OperatorSplit(factor, tuple(axes), which))
-    if not line.is_at_end:
-        line.fail("separate what axes do by `,`, axes by `/`")
-    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), line=number, text=line.text.strip())
+    line.expect_end("separate what axes do by `,`, axes by `/`")
+    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]))
 
 
 def _read_split_factor(line: Line) -> tuple[str, int]:
@@ -380,3 +343,20 @@ def _read_split_axes(line: Line, factor: str, seen: set[str]) -> list[str]:
         seen.add(axis)
         axes.append(axis)
     return axes
+
+
+# Kinds of lines.
+
+
+_KINDS_OF_LINES: Final[Sequence[tuple[str, str, Callable[[Line], PlanLine]]]] = (
+    ("operators", r"pin\s+op:(?=[\w.*?\[\]!/-]*\s*:)", _read_operator_pin),
+    ("pins", r"pin\s+(?=[^\s:])", _read_pin),
+    ("remats", r"remat\b", read_remat_line),
+    ("kept", r"keep\b", read_keep_line),
+    ("offloads", r"offload\b", read_offload_line),
+    ("chunks", r"chunk\b", read_chunk_line),
+    ("stores", r"store\b", _read_store_line),
+    ("axes", "", _read_axis),
+)
+"""(field of a `Plan`, beginning of a line, reader of the rest); the first whose beginning fits reads the line. `pin op:` with one more
+colon begins a pin of operators, as opposed to that of a parameter named `op`."""

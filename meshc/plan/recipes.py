@@ -98,8 +98,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     entries: list[AxisEntry] = []
     for axis in mesh.axes:
         try:
-            _refuse_search(hand.entry(axis.name))
-            entries.append(_given(hand, axis) or _by_recipe(axis, recipes) or _by_role(axis, everything))
+            entries.append(_given(hand.entry(axis.name), axis) or _by_recipe(axis, recipes) or _by_role(axis, everything))
         except PlanError as error:
             faults.append(str(error))
     used = {entry.source for entry in entries}
@@ -143,17 +142,13 @@ def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
     return recipes
 
 
-def _refuse_search(entry: AxisEntry | None) -> None:
-    if entry is not None and entry.auto and role(entry.axis) == "pp":
-        raise PlanError(
-            f"{entry.where}: {entry.axis} has stages, which are searched for in any case\n    what to do: leave the line out"
-        )
-
-
 def by_role(axis: str) -> AxisEntry | None:
     """The default entry of an axis of this name; None if the name has no role with a recipe."""
-    found = ROLE_RECIPES.get(role(axis) or "")
-    return None if found is None else _of_role(axis, RECIPES[found])
+    found = role(axis) or ""
+    if found not in ROLE_RECIPES:
+        return None
+    recipe = RECIPES[ROLE_RECIPES[found]]
+    return replace(write_entry(axis, recipe.entry(axis), f"role {found}, {_source(recipe)}"), role=found)
 
 
 def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
@@ -164,34 +159,32 @@ def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
         names = ", ".join(recipe.name for recipe in fitting)
         raise PlanError(f"axis {axis.name} would take each of the recipes {names}: keep one, or write the plan by hand")
     chosen = (own or fitting)[:1]
-    return _entry(axis.name, chosen[0], _source(chosen[0])) if chosen else None
+    return write_entry(axis.name, chosen[0].entry(axis.name), _source(chosen[0])) if chosen else None
 
 
-def _given(hand: Plan, axis: Axis) -> AxisEntry | None:
-    """The axis's entry in the plan by hand; an axis of one rank is not searched."""
-    entry = hand.entry(axis.name)
-    return replace(entry, auto=False) if entry is not None and entry.auto and axis.size == 1 else entry
+def _given(entry: AxisEntry | None, axis: Axis) -> AxisEntry | None:
+    """The axis's `entry` in the plan by hand; an axis of one rank is not searched."""
+    if entry is None or not entry.auto:
+        return entry
+    if role(axis.name) == "pp":
+        raise PlanError(f"{entry.where}: {axis.name} has stages, which are searched for in any case\n    what to do: leave the line out")
+    return replace(entry, auto=axis.size > 1)
 
 
 def _by_role(axis: Axis, everything: bool) -> AxisEntry:
     """The entry of an axis that the plan does not mention: its role's; `auto` without a role, or if `everything` is searched."""
-    found = role(axis.name)
+    found, entry = role(axis.name), by_role(axis.name)
     if found == "pp":
         return AxisEntry(axis.name, source=f"role {found}", role=found)
-    if found is None or (everything and found != "ep"):
+    if entry is None or (everything and found != "ep"):
         return AxisEntry(axis.name, auto=axis.size > 1, source="plan auto" if everything else "no role")
-    return _of_role(axis.name, RECIPES[ROLE_RECIPES[found]])
+    return entry
 
 
 def _source(recipe: Recipe) -> str:
     return f"recipe {recipe.name}"
 
 
-def _of_role(axis: str, recipe: Recipe) -> AxisEntry:
-    found = role(axis) or ""
-    return replace(_entry(axis, recipe, f"role {found}, {_source(recipe)}"), role=found)
-
-
-def _entry(axis: str, recipe: Recipe, source: str) -> AxisEntry:
-    written = Plan(f"{axis}: {recipe.entry(axis)}").axes[0]
-    return replace(written, line=0, text="", source=source)
+def write_entry(axis: str, text: str | None, source: str) -> AxisEntry:
+    """The entry of this text, which is of `source`."""
+    return replace(Plan(f"{axis}: {text}").axes[0], line=0, text="", source=source)

@@ -33,7 +33,7 @@ from meshc.passes.phases.request import Request
 from meshc.passes.stages import schedules
 from meshc.passes.stages.attempt import Refusal
 from meshc.plan.entries import STORES
-from meshc.plan.offload_lines import PARAMS, STATE
+from meshc.plan.memory_lines import PARAMS, STATE
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
 

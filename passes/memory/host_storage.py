@@ -11,7 +11,7 @@ from meshc.ir import record, spmd
 from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.storage_moves import Storage
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.offload_lines import OffloadLine
+from meshc.plan.memory_lines import OffloadLine
 from meshc.program.program import Port
 
 

@@ -21,7 +21,7 @@ from meshc.ir.keys import is_a
 from meshc.passes.memory.host_copies import has_known_size, offload_values, read_too_soon, roots_of
 from meshc.passes.memory.recomputable import returned_values
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
+from meshc.plan.memory_lines import STORED, VALUE, OffloadLine
 from meshc.plan.plan_faults import NO_MODULE, NO_VALUE, refuse_faults
 
 

@@ -23,7 +23,7 @@ from meshc.ir import KEY, is_getitem, records, update
 from meshc.ir.graph import copied_node
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.offload_lines import PARAMS, OffloadLine
+from meshc.plan.memory_lines import PARAMS, OffloadLine
 from meshc.plan.plan_faults import refuse_faults
 from meshc.program.packing import is_view
 from meshc.program.program import Port, Stage

@@ -24,7 +24,7 @@ from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.offload_lines import STATE, OffloadLine
+from meshc.plan.memory_lines import STATE, OffloadLine
 from meshc.plan.plan_faults import refuse_faults
 from meshc.program.program import Port, Stage
 

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from meshc.cost.flops import flops
 from meshc.ir import phase_of, records, spmd
-from meshc.plan.remat_lines import RematLine
+from meshc.plan.memory_lines import RematLine
 from meshc.program.packing import is_view
 from meshc.rules.elementwise import is_pointwise
 from meshc.rules.families import operator_of

@@ -15,7 +15,7 @@ from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
 from meshc.passes.memory.policies import Policies
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.plan.remat_lines import RematLine
+from meshc.plan.memory_lines import RematLine
 from meshc.program.packing import is_view
 
 

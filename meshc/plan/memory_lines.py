@@ -1,12 +1,15 @@
-"""Offload lines of a plan: state, parameters and values that are kept on the host while not in use.
+"""Lines of a plan about memory: what backward recomputes or keeps, what is kept on the host, and chunks of the head and loss.
 
-    offload state                            optimizer state of all parameters
+    remat model.layers.*: selective          policy of each module in backward
+    keep value:model.layers.*.mlp            values that backward never recomputes
+    offload state                            optimizer state of all parameters, kept on the host while not in use
     offload state model.layers.*             optimizer state of the parameters that a glob names
     offload state, update                    optimizer state, whose update runs on the host; a glob may name parameters
     offload state: disk                      on the host's disk; with a glob, `offload state model.layers.*: disk`
     offload params                           all parameters; or those that a glob names
     offload model.layers.*                   values of these modules that backward reads
     offload value:model.layers.*             outputs of these modules that backward reads
+    chunk lm_head: 8                         token chunks in which a step's head and loss run
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from typing import Final
 from meshc.ir.storage_moves import TIERS, Storage, is_state_only
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import PlanLine, is_in
+from meshc.plan.plan_faults import suggest
 
+POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
+"""Recompute policies, from least to most recomputation; docs/memory.md defines them."""
 STATE: Final = "state"
 PARAMS: Final = "params"
 STORED: Final = (STATE, PARAMS)
@@ -29,6 +35,63 @@ HOST: Final[Storage] = "host"
 """The tier of lines that name none."""
 TO_COME: Final = ("grads",)
 """Kinds that cannot be offloaded yet."""
+MOST_CHUNKS: Final = 256
+"""Largest number of chunks; each adds lines to the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OfModules(PlanLine):
+    """A line about the operators of the modules that a pattern names, and of the modules in them."""
+
+    pattern: str
+
+    def covers(self, module: str) -> bool:
+        """Whether the line applies to operators of the module at this path."""
+        return is_in(module, self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class RematLine(_OfModules):
+    """Recompute policy of the modules that ``pattern`` names and of those in them; of several lines the last one counts."""
+
+    policy: str
+
+    def __str__(self) -> str:
+        return f"remat {self.pattern}: {self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLine(PlanLine):
+    """Outputs of the modules that ``pattern`` names are never recomputed. ``pattern`` is a glob of module paths."""
+
+    pattern: str
+
+    def names(self, module: str) -> bool:
+        """Whether the pattern matches the module at this path."""
+        return fnmatchcase(module, self.pattern)
+
+    def __str__(self) -> str:
+        return f"keep {VALUE}{self.pattern}"
+
+
+def read_remat_line(line: Line) -> RematLine:
+    names = "a remat line names modules, with * for any text, and a policy: `remat model.layers.*: selective`"
+    pattern = line.expect(GLOB, names)
+    line.expect(":", f"then comes a colon, and a policy: {', '.join(POLICIES)}")
+    start = line.at
+    policy = line.expect(r"\w+", f"a policy belongs here: {', '.join(POLICIES)}")
+    if policy not in POLICIES:
+        line.fail(f"{policy} is no policy{suggest(policy, POLICIES)}", start)
+    line.expect_end("a remat line ends after its policy")
+    return RematLine(pattern, policy)
+
+
+def read_keep_line(line: Line) -> KeepLine:
+    names = "a keep line names what modules return, with * for any text: `keep value:model.layers.*.mlp`"
+    line.expect(VALUE, names)
+    pattern = line.expect(GLOB, names)
+    line.expect_end("a keep line ends after the name of a value; write one line for each")
+    return KeepLine(pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +119,7 @@ class OffloadLine(PlanLine):
         return f"offload {self.what}{self.pattern}"
 
 
-def read_offload_line(line: Line, number: int) -> OffloadLine:
+def read_offload_line(line: Line) -> OffloadLine:
     names = "an offload line names `state`, `params`, modules (`model.layers.*`) or what they return (`value:model.layers.*`), * for any"
     start = line.at
     update, storage = False, HOST
@@ -75,10 +138,9 @@ def read_offload_line(line: Line, number: int) -> OffloadLine:
         pattern = line.expect(GLOB, names)
         if what == MODULES and pattern in TO_COME:
             line.fail(f"{pattern} cannot lie on the host yet: `state` and `params` can, and what backward reads of modules", start)
-    if not line.is_at_end:
-        words = " or ".join(f"`: {tier}`" for tier in TIERS if is_state_only(tier))
-        line.fail(f"an offload line ends after its pattern, of state with {words} behind it; write one line for each")
-    return OffloadLine(what, pattern, update, storage, line=number, text=line.text.strip())
+    words = " or ".join(f"`: {tier}`" for tier in TIERS if is_state_only(tier))
+    line.expect_end(f"an offload line ends after its pattern, of state with {words} behind it; write one line for each")
+    return OffloadLine(what, pattern, update, storage)
 
 
 def _read_tier(line: Line, what: str, update: bool, start: int) -> Storage:
@@ -90,3 +152,25 @@ def _read_tier(line: Line, what: str, update: bool, start: int) -> Storage:
     if tier != HOST and update:
         line.fail(f"an update runs on what lies in the host's memory: `offload state, update`, or {right}", start)
     return tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLine(_OfModules):
+    """The matrix product in the module that ``pattern`` names, and the loss computed from the product, run in ``count`` chunks."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"chunk {self.pattern}: {self.count}"
+
+
+def read_chunk_line(line: Line) -> ChunkLine:
+    names = "a chunk line names the module of the head, with * for any text, and a number of chunks: `chunk lm_head: 8`"
+    pattern = line.expect(GLOB, names)
+    line.expect(":", "then comes a colon, and a number of chunks")
+    start = line.at
+    count = int(line.expect(r"\d{1,6}", "a number of chunks belongs here"))
+    if not 1 <= count <= MOST_CHUNKS:
+        line.fail(f"from 1 (whole) to {MOST_CHUNKS} chunks", start)
+    line.expect_end("a chunk line ends after its number")
+    return ChunkLine(pattern, count)
