@@ -44,8 +44,7 @@ def _always(node: Node) -> bool:
     return True
 
 
-def ancestors_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> dict[Node, None]:
-    """These nodes and all their ancestors. A node for which `through` is false is included, but its operands are not followed."""
+def _reachable_nodes(nodes: Iterable[Node], through: Callable[[Node], bool], onward: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
     found: dict[Node, None] = {}
     work = list(nodes)
     while work:
@@ -53,21 +52,18 @@ def ancestors_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _alway
         if node not in found:
             found[node] = None
             if through(node):
-                work += node.all_input_nodes
+                work += onward(node)
     return found
+
+
+def ancestors_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> dict[Node, None]:
+    """These nodes and all their ancestors. A node for which `through` is false is included, but its operands are not followed."""
+    return _reachable_nodes(nodes, through, lambda node: node.all_input_nodes)
 
 
 def descendants_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
     """These nodes and all their descendants. A node for which `through` is false is included, but its users are not followed."""
-    found: set[Node] = set()
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node not in found:
-            found.add(node)
-            if through(node):
-                work += (user for user in node.users if user.op != "output")
-    return found
+    return set(_reachable_nodes(nodes, through, lambda node: [user for user in node.users if user.op != "output"]))
 
 
 def computable_from(graph: Graph, nodes: Collection[Node], through: Callable[[Node], bool] = _always) -> set[Node]:

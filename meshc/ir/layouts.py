@@ -68,6 +68,11 @@ def _narrow(x: Tensor, ranges: Iterable[Range]) -> Tensor:
     return x
 
 
+def _front(x: Tensor, ranges: Iterable[Range]) -> Tensor:
+    """The first positions of each dim, as many as its range has."""
+    return _narrow(x, ((0, length) for _, length in ranges))
+
+
 def take_tile(full: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinates: Coordinates) -> Tensor:
     """The padded tile of a whole tensor at `coordinates`: a new contiguous tensor of `local_shape`, zero in the padding."""
     ranges = _real(sharding, sizes, coordinates)
@@ -75,7 +80,7 @@ def take_tile(full: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordi
     for dim, order in _orders(sharding, sizes):
         full = full.index_select(dim, order.to(full.device))
     tile = full.new_zeros(part_shape(sharding, sizes))
-    _narrow(tile, ((0, length) for _, length in ranges)).copy_(_narrow(full, ranges))
+    _front(tile, ranges).copy_(_narrow(full, ranges))
     return tile.view(local_shape(sharding, sizes))
 
 
@@ -86,7 +91,7 @@ def put_tiles(tiles: Iterable[tuple[Coordinates, Tensor]], sharding: Sharding, s
     local = part_shape(sharding, sizes)
     for coordinates, tile in tiles:
         ranges = _real(sharding, sizes, coordinates)
-        _narrow(full, ranges).copy_(_narrow(tile.reshape(local), ((0, length) for _, length in ranges)))
+        _narrow(full, ranges).copy_(_front(tile.reshape(local), ranges))
     for dim, order in _orders(sharding, sizes):
         full = full.index_select(dim, torch.argsort(order).to(full.device))
     return full.reshape(sharding.shape)
@@ -158,7 +163,7 @@ def put_chunks(
     full = chunks[0][1].new_empty(tuple(shape))
     for coordinates, chunk in chunks:
         ranges = chunk_ranges(shape, placements, mesh, coordinates)
-        _narrow(full, ranges).copy_(_narrow(chunk, ((0, length) for _, length in ranges)))
+        _narrow(full, ranges).copy_(_front(chunk, ranges))
     return full
 
 
@@ -221,8 +226,7 @@ def shares_memory(sharding: Sharding, mesh: Mesh) -> bool:
 
 def tile_to_chunk(tile: Tensor, sharding: Sharding, mesh: Mesh, coordinates: Coordinates) -> Tensor:
     """The chunk as a view of an aligned tile."""
-    ranges = chunk_ranges(sharding.shape, torch_placements(sharding, mesh), mesh, coordinates)
-    return _narrow(tile, ((0, length) for _, length in ranges))
+    return _front(tile, chunk_ranges(sharding.shape, torch_placements(sharding, mesh), mesh, coordinates))
 
 
 def pad_to(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeAlias, overload
+from typing import Any, Final, TypeAlias, overload
 
 import sympy
 
@@ -54,6 +54,14 @@ class _Open:
 
     expr: sympy.Expr
 
+    def __new__(cls, value: float, expr: sympy.Expr) -> Any:
+        made = super().__new__(cls, value)  # type: ignore[call-arg]
+        made.expr = expr
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (_plain(self), self.expr)  # type: ignore[arg-type]
+
 
 class Size(_Open, int):
     """An integer with its expression. Arithmetic gives a size or a ratio again, or a plain number where no symbol is left.
@@ -61,24 +69,13 @@ class Size(_Open, int):
     Two sizes are equal if their expressions are; a size equals a plain number if the integer that stands for it does.
     """
 
-    def __new__(cls, value: int, expr: sympy.Expr) -> Size:
-        made = super().__new__(cls, value)
-        made.expr = expr
-        return made
-
     def __repr__(self) -> str:
         return text(self.expr)
 
     __str__ = __repr__
 
-    def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else format(int(self), spec)
-
     def __hash__(self) -> int:
         return int.__hash__(self)
-
-    def __reduce__(self) -> tuple[type[Size], tuple[int, sympy.Expr]]:
-        return Size, (int(self), self.expr)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Size):
@@ -92,11 +89,6 @@ class Size(_Open, int):
 class Ratio(_Open, float):
     """A float made of sizes (the factor of a mean): like `Size`."""
 
-    def __new__(cls, value: float, expr: sympy.Expr) -> Ratio:
-        made = super().__new__(cls, value)
-        made.expr = expr
-        return made
-
     def __repr__(self) -> str:
         return text(self.expr, False)
 
@@ -107,9 +99,6 @@ class Ratio(_Open, float):
 
     def __eq__(self, other: object) -> bool:
         return self.expr == other.expr if isinstance(other, Ratio) else float.__eq__(self, other)
-
-    def __reduce__(self) -> tuple[type[Ratio], tuple[float, sympy.Expr]]:
-        return Ratio, (float(self), self.expr)
 
 
 def symbol(dynamic: Dynamic) -> Size:

@@ -117,30 +117,12 @@ class Trail:
 
 
 class _TrackedNumber:
-    """A number whose arithmetic and comparisons are recorded in its trail."""
+    """A number whose arithmetic and comparisons are recorded in its trail: the methods of these are set below, from tables."""
 
     __slots__ = ("place", "trail", "value")
 
     def __init__(self, trail: Trail, place: int, value: Number) -> None:
         self.trail, self.place, self.value = trail, place, value
-
-    def __eq__(self, other: object) -> bool:
-        return _compare_tracked(operator.eq, self, other, True)
-
-    def __ne__(self, other: object) -> bool:
-        return _compare_tracked(operator.ne, self, other, False)
-
-    def __lt__(self, other: object) -> bool:
-        return _compare_tracked(operator.lt, self, other, False)
-
-    def __le__(self, other: object) -> bool:
-        return _compare_tracked(operator.le, self, other, True)
-
-    def __gt__(self, other: object) -> bool:
-        return _compare_tracked(operator.gt, self, other, False)
-
-    def __ge__(self, other: object) -> bool:
-        return _compare_tracked(operator.ge, self, other, True)
 
     def __hash__(self) -> int:
         self.trail.hashed[self.place] = None
@@ -175,21 +157,6 @@ class _TrackedNumber:
     def __round__(self, digits: int | None = None) -> Any:
         return self.trail.step(round, self) if digits is None else round(self._plain(), digits)
 
-    def __ceil__(self) -> Any:
-        return self.trail.step(math.ceil, self)
-
-    def __floor__(self) -> Any:
-        return self.trail.step(math.floor, self)
-
-    def __trunc__(self) -> Any:
-        return self.trail.step(math.trunc, self)
-
-    def __neg__(self) -> Any:
-        return self.trail.step(operator.neg, self)
-
-    def __abs__(self) -> Any:
-        return self.trail.step(abs, self)
-
 
 class TrackedInteger(_TrackedNumber):
     """A followed integer."""
@@ -218,10 +185,20 @@ FOLLOWED: Final = (TrackedInteger, TrackedFloat)
 """Types of followed numbers, by `type`: to `isinstance` they are plain."""
 
 
-def _compare_tracked(function: Callable[[Any, Any], Any], one: _TrackedNumber, other: Any, of_itself: bool) -> Any:
-    if type(other) in FOLLOWED and other.place == one.place and one.value == one.value:
-        return of_itself
-    return one.trail.ask(function, one, other) if isinstance(other, int | float) else NotImplemented
+def _set_comparison(name: str, of_itself: bool) -> None:
+    """Sets a comparison, whose outcome between a number and itself is `of_itself`, unless that is NaN."""
+    function = getattr(operator, name)
+
+    def compare(self: _TrackedNumber, other: Any) -> Any:
+        if type(other) in FOLLOWED and other.place == self.place and self.value == self.value:
+            return of_itself
+        return self.trail.ask(function, self, other) if isinstance(other, int | float) else NotImplemented
+
+    setattr(_TrackedNumber, f"__{name}__", compare)
+
+
+def _set_function(name: str, function: Any) -> None:
+    setattr(_TrackedNumber, f"__{name}__", lambda self: self.trail.step(function, self))
 
 
 def _set_operator(name: str, function: Callable[[Any, Any], Any]) -> None:
@@ -235,6 +212,10 @@ def _set_operator(name: str, function: Callable[[Any, Any], Any]) -> None:
     setattr(_TrackedNumber, f"__r{name}__", apply_right)
 
 
+for _name, _of_itself in {"eq": True, "ne": False, "lt": False, "le": True, "gt": False, "ge": True}.items():
+    _set_comparison(_name, _of_itself)
+for _name, _function in {"ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "neg": operator.neg, "abs": abs}.items():
+    _set_function(_name, _function)
 for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
     _set_operator(_name, getattr(operator, _name))
 

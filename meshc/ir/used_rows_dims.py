@@ -20,8 +20,9 @@ from torch.fx.node import Argument
 
 from meshc.ir import spmd
 from meshc.ir.functions import Target
-from meshc.ir.nodes import KEY, is_getitem, leaves, op_name, records
+from meshc.ir.nodes import KEY, is_getitem, is_integer, op_name, operands, records
 from meshc.ir.schemas import RESHAPES
+from meshc.private import OpOverload
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def of_used_rows(node: Node) -> bool:
 
 def rows_dim(node: Node, dims: Dims) -> int | None:
     """The dim of used rows in the result of a call that reads used rows and treats each row by itself; else None."""
-    given = [operand for operand in leaves((node.args, node.kwargs)) if isinstance(operand, Node)]
+    given = operands(node)
     of_rows = {operand: dim for operand in given if (dim := dims(operand)) is not None}
     made = records(node)[0]
     behind = {len(records(operand)[0].shape) - dim for operand, dim in of_rows.items()}
@@ -143,7 +144,7 @@ def _rows_text(dim: int | None) -> str:
 
 
 def _is_by_element(target: Target) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     return target in ELEMENTS or (torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags)
 
@@ -164,7 +165,7 @@ def _of_shape(target: Target, given: Sequence[int], dim: int, made: Sequence[int
 def _along(node: Node, first: Node, of_rows: Mapping[Node, int]) -> bool:
     """Whether an operator works along dims after the rows' alone, and all its tensor operands have used rows."""
     dim, rank = of_rows[first], len(records(first)[0].shape) + (node.target is aten.unsqueeze.default)
-    if set(of_rows) != set(node.all_input_nodes) - _integers(node) or set(of_rows.values()) != {dim}:
+    if set(of_rows) != {one for one in node.all_input_nodes if not is_integer(one)} or set(of_rows.values()) != {dim}:
         return False
     if node.kwargs.keys() & {"dim", "dims"}:
         return False
@@ -174,7 +175,3 @@ def _along(node: Node, first: Node, of_rows: Mapping[Node, int]) -> bool:
         if not along or not all(type(one) is int and one % rank > dim for one in along):
             return False
     return True
-
-
-def _integers(node: Node) -> set[Node]:
-    return {one for one in node.all_input_nodes if not isinstance(one.meta[KEY], tuple) and one.meta[KEY].dtype is None}

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import spmd, used_rows_dims
 from meshc.ir.nodes import KEY, Record
-from meshc.ir.sharding import Sharding, local_shape
+from meshc.ir.sharding import local_shape
 from meshc.private import OpOverload
 
 MOVING: Final = frozenset((*spmd.COLLECTIVES.values(), spmd.shard))
@@ -93,8 +93,11 @@ def verify_graph(
                 offloaded.add(node)
             if record.used is not None:
                 of_rows.add(node)
-            if record.sharding is not None and id(record) not in known:
-                _verify_sharding(node, record, record.sharding, sizes)
+            if (sharding := record.sharding) is None or id(record) in known:
+                continue
+            wanted = sharding.shape if sizes is None else local_shape(sharding, sizes)
+            if record.shape != wanted:
+                raise MalformedGraph(f"its record says {list(record.shape)}, and the tile of its sharding {sharding} is {list(wanted)}")
     for node in dict.fromkeys(one for rows in of_rows for one in (rows, *rows.users)):
         if why := used_rows_dims.fault(node):
             raise MalformedGraph(f"{node.name}: {why}")
@@ -241,12 +244,6 @@ def _verify_host_copy(node: Node) -> None:
             raise MalformedGraph("it copies a value into one of another shape or dtype")
         if (record.storage != "device") != there:
             raise MalformedGraph(f"{'it is' if record is mine else 'it reads'} a value that lies on the {'device' if there else 'host'}")
-
-
-def _verify_sharding(node: Node, record: Record, sharding: Sharding, sizes: Mapping[str, int] | None) -> None:
-    wanted = sharding.shape if sizes is None else local_shape(sharding, sizes)
-    if record.shape != wanted:
-        raise MalformedGraph(f"its record says {list(record.shape)}, and the tile of its sharding {sharding} is {list(wanted)}")
 
 
 def _meeting(node: Node) -> tuple[object, ...]:
