@@ -11,6 +11,7 @@ import torch
 
 from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
+from meshc.ir.layouts import axis_sizes
 from meshc.plan.expert_group_counts import groups_of
 from meshc.report.rebalance_report import RebalanceReport
 from meshc.runtime.state import moved_experts
@@ -36,8 +37,7 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
         )
     found = _loads(store, movable, _measured_loads(program) if loads is None else loads, given=loads is not None)
     _refuse_differing(store, repr((least, spare, sorted(found.items()))))
-    sizes = {axis.name: axis.size for axis in program.mesh.axes}
-    groups = {path: groups_of(program.plan, sizes, path) for path in found}
+    groups = {path: groups_of(program.plan, axis_sizes(program.mesh), path) for path in found}
     if all(count == 1 for count in groups.values()):
         raise PlanError(
             f"no axis of the mesh {program.mesh} splits these experts, so every rank has them all\n"

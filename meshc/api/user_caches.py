@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshc.errors import InputError
 from meshc.frontend.libraries.stock_caches import STATES, LayerParts, layer_parts
 from meshc.frontend.padded_sizes import capacity_of
+from meshc.ir import layouts
 from meshc.lazy_module import LazyModule
 
 if TYPE_CHECKING:
@@ -165,15 +166,19 @@ def _attends(layer: object) -> bool:
 
 def _layer_on_mesh(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     """A layer of a transformers cache, whole on every rank, as a layer of replicated DTensors."""
-    tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
-    tables = {name: table for name, table in tables.items() if table}
+    states = {name: _plain_states(layer, name) for name in STATES}
+    tables = {
+        name: {number: layouts.dtensor_of_whole(state.detach(), mesh) for number, state in table.items()}
+        for name, table in states.items() if table
+    }  # fmt: skip
     if not _attends(layer):
         return cache_layers.layer_on_mesh(LayerParts((), tables), rows_of_states(tables), 1) if tables else layer
     length, window = int(layer.get_seq_length()), _window_of(layer)
     found = [x[:, :, :length] if window is not None else _fit_to_length(x, length) for x in (layer.keys, layer.values)]
-    parts = LayerParts([each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found], tables or None)
+    pair = [each if isinstance(each, DTensor) else layouts.dtensor_of_whole(each.detach(), mesh) for each in found]
     return cache_layers.layer_on_mesh(
-        parts, int(layer.keys.shape[0]), length, first=length - found[0].shape[2], window=window, since=_since(layer, length),
+        LayerParts(pair, tables or None), int(layer.keys.shape[0]), length,
+        first=length - found[0].shape[2], window=window, since=_since(layer, length),
         is_sliding=getattr(layer, "is_sliding", False), max_length=most,
     )  # fmt: skip
 
@@ -190,10 +195,6 @@ def _fit_to_length(tensor: Tensor, length: int) -> Tensor:
     """Keys or values of exactly `length` tokens: cropped, or padded in front."""
     kept = tensor[:, :, :length] if tensor.shape[2] >= length else tensor
     return F.pad(kept, (0, 0, length - kept.shape[2], 0)) if kept.shape[2] < length else kept
-
-
-def _everywhere(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _since(layer: Any, length: int) -> int | None:

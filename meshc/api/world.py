@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshc.errors import StateError
+from meshc.ir.layouts import axis_sizes
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import descriptions
@@ -55,8 +56,7 @@ class World:
         """Groups, created at first use, which all ranks reach together: creation waits for all, and no failure interrupts it."""
         if self._groups is None:
             assert self.mesh.device_mesh is not None
-            sizes = {axis.name: axis.size for axis in self.mesh.axes}
-            self._groups = Groups(sizes, dist.get_rank(), dist.get_world_size(), self.mesh.device_mesh)
+            self._groups = Groups(axis_sizes(self.mesh), dist.get_rank(), dist.get_world_size(), self.mesh.device_mesh)
         return self._groups
 
     def move(self, mesh: Mesh) -> None:

@@ -17,7 +17,8 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.ir.mesh import Mesh
@@ -236,3 +237,18 @@ def pad_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     padded = x.new_zeros(tuple(shape))
     _narrow(padded, ((0, length) for length in x.shape)).copy_(x)
     return padded
+
+
+# DTensors over what a rank has.
+
+
+def dtensor_of(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The contiguous DTensor of this shape whose part on this rank is `local`. Of a part alone torch would guess the shape, wrongly where
+    parts are uneven."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def dtensor_of_whole(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of a tensor that every rank has whole."""
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -16,6 +16,7 @@ from meshc.errors import StateError, join_names
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import BACKWARD, Session
 from meshc.runtime.state.store import Store
+from meshc.runtime.state.stored_tensor import copy_if_shared, memory_of
 
 _version: Final = attrgetter("_version")
 
@@ -71,7 +72,7 @@ class ForwardCall:
 
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
-        self.saved, self.memory, self._began = saved, {_memory(value) for value in saved.values()}, began
+        self.saved, self.memory, self._began = saved, {memory_of(value) for value in saved.values()}, began
         self._given = _WriteTracker(given, self.session.store)
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -82,7 +83,7 @@ class ForwardCall:
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Raises StateError, as torch does, for a backward that would read values written to since the call. read: keys of its inputs."""
         written = self._given.written_keys()
-        keys = (self._began.get(_memory(self.saved[key])) for key in read if key in self.saved) if written else ()
+        keys = (self._began.get(memory_of(self.saved[key])) for key in read if key in self.saved) if written else ()
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
             raise StateError(
@@ -110,7 +111,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
         given = {key: env[key] for key in session.of_users if key in env}
-        began = {_memory(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
+        began = {memory_of(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
         with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
@@ -153,13 +154,13 @@ class ProgramFunction(torch.autograd.Function):
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
-        taken = call.memory | {_memory(env[port.key]) for port in call.tangents.values() if port.key in env}
+        taken = call.memory | {memory_of(env[port.key]) for port in call.tangents.values() if port.key in env}
         assert session.backwards is not None
         with session.executor.failure_guard(call.step, "run backward"):
             session.note_run(BACKWARD, call.calling)
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
-            own = {key: _copy_if_shared(env[key], taken) for key in made}
+            own = {key: copy_if_shared(env[key], taken) for key in made}
         found: list[object] = []
         for port in call.parameters:
             gradient = call.gradients.get(port.name)
@@ -180,20 +181,8 @@ def _refuse_anomalies() -> None:
 def _wrap_output(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """An output as the autograd function returns it. With memory of its own it may be changed in place: `logits /= 2`. If it is an input,
     another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place."""
-    memory = _memory(output)
+    memory = memory_of(output)
     if memory in taken:
         return output.view_as(output) if output.dim() else output.clone()
     taken.add(memory)
     return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
-
-
-def _copy_if_shared(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """A gradient in memory of its own: a `.grad` is changed in place, and another one must not change with it."""
-    if _memory(gradient) in taken:
-        gradient = gradient.clone()
-    taken.add(_memory(gradient))
-    return gradient
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -9,16 +9,22 @@ compiler does for it, which the program's text then shows, in `passes/lower/grou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from meshc.errors import StateError
 from meshc.lazy_module import LazyModule
-from meshc.runtime.run.codegen import RunStage, generate
+from meshc.runtime.run.codegen import RunStage, StageWriter
 
 if TYPE_CHECKING:
     from meshc.runtime.run import inductor
 else:
     inductor = LazyModule("meshc.runtime.run.inductor")
+
+
+def generate(*stage: Any) -> RunStage:
+    """A stage's function, of `StageWriter`'s arguments."""
+    return StageWriter(*stage).function()
+
 
 MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": lambda *stage: inductor.compile_regions(*stage)}
 

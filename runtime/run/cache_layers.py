@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from meshc.errors import StateError
 from meshc.frontend.libraries.stock_caches import STATES, LayerParts, layer_tree
 from meshc.frontend.padded_sizes import capacity_of, room_of
+from meshc.ir import layouts
 
 ROWS, TOKENS = 0, 2
 """Dims of a buffer."""
@@ -338,13 +339,11 @@ def replicate_buffer(buffer: DTensor) -> DTensor:
 
 def _apply_along_dim(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
     """`work` applied to the local part of `buffer` with `dim` gathered, the result sharded like `buffer`. size: of `dim` after `work`."""
-    mesh, placements = buffer.device_mesh, buffer.placements
+    placements = buffer.placements
     splits = [isinstance(place, Shard) and place.dim == dim for place in placements]
     whole = [Replicate() if split else place for place, split in zip(placements, splits, strict=True)]
     local = work(buffer.redistribute(placements=whole).to_local() if any(splits) else buffer.to_local())
-    shape = torch.Size([*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
-    stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(local.contiguous(), mesh, whole, run_check=False, shape=shape, stride=stride)
+    made = layouts.dtensor_of(local.contiguous(), buffer.device_mesh, whole, [*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
     return made.redistribute(placements=placements) if any(splits) else made
 
 

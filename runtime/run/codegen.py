@@ -149,28 +149,15 @@ class FunctionSource:
         return made["run"]
 
 
-def generate(
-    stage: Stage,
-    groups: Groups,
-    coordinates: Mapping[str, int],
-    device: torch.device,
-    here: Callable[[str], None] | None = None,
-    overwrites: Collection[Node] = (),
-    own: Collection[Node] = (),
-    before: Mapping[Node, Sequence[Node]] | None = None,
-) -> RunStage:
-    """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is called before each collective starts (for failures).
+class StageWriter:
+    """Writes a stage's function for this rank, line by line: `run(inputs, mb, env, done)` -> outputs. `here(name)` is called before each
+    collective starts (for failures).
 
     Outputs that are summed over microbatches are not returned: each is added to its sum in `env` as soon as it is computed, and `done`
     is called with the key of the sum. Inputs that are collectives in flight are waited for at their first use, such outputs not at all.
     `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both in addition to those
     that the graph shows. `before`: for a node that starts, the earlier ones that are waited for first; None: as the graph says.
     """
-    return _StageWriter(stage, groups, coordinates, device, here, overwrites, own, before).function()
-
-
-class _StageWriter:
-    """Writes a stage's function line by line."""
 
     def __init__(
         self,
@@ -178,10 +165,10 @@ class _StageWriter:
         groups: Groups,
         coordinates: Mapping[str, int],
         device: torch.device,
-        here: Callable[[str], None] | None,
-        overwrites: Collection[Node],
-        own: Collection[Node],
-        before: Mapping[Node, Sequence[Node]] | None,
+        here: Callable[[str], None] | None = None,
+        overwrites: Collection[Node] = (),
+        own: Collection[Node] = (),
+        before: Mapping[Node, Sequence[Node]] | None = None,
     ) -> None:
         self.overwrites, self.own = set(overwrites), set(own)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import torch
 
 from meshc.ir.keys import Kind, is_a
+from meshc.runtime.state.stored_tensor import memory_of
 
 WARM_UP = 3
 WORTH: Final = 16
@@ -119,7 +120,7 @@ class GraphedCalls:
         self.calls += 1
         if self.calls <= WARM_UP or self.status.startswith("off"):
             return self.step.work(values)
-        before, self.places = self.places, [_at(values[key]) for key in self.step.lent]
+        before, self.places = self.places, [memory_of(values[key]) for key in self.step.lent]
         self.same = self.same + 1 if self.places == before else int(not self.places)
         baked = (*sorted((k, v) for k, v in numbers.items() if k.split(".")[-1] not in ON_DEVICE), *self.places)
         if self.replay is None or baked != self.baked:
@@ -154,10 +155,6 @@ class GraphedCalls:
         }
         self.moving = {key: static for key, static in self.static.items() if static is not rest[key]}
         self.results, self.replay = self.record(lambda: self.step.work({**self.static, **lent}))
-        lying = {_at(value) for value in lent.values()}
-        self.handed_out = [key for key, value in self.results.items() if is_a(key, "output", "metric") and _at(value) not in lying]
+        lying = {memory_of(value) for value in lent.values()}
+        self.handed_out = [key for key, value in self.results.items() if is_a(key, "output", "metric") and memory_of(value) not in lying]
         self.status = "on"
-
-
-def _at(value: torch.Tensor) -> int:
-    return value.untyped_storage().data_ptr()

@@ -38,6 +38,7 @@ from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
 from meshc.runtime.run.stage_memory import StageMemory
+from meshc.runtime.state.stored_tensor import memory_of
 
 Given = torch.Tensor | int
 """An input of a region; integers are offsets in the microbatch."""
@@ -53,7 +54,7 @@ def compile_regions(
     device: torch.device,
     here: Callable[[str], None] | None = None,
 ) -> codegen.RunStage:
-    """The same function as `codegen.generate` returns, with its regions compiled at their first call."""
+    """The same function as `codegen.StageWriter` makes, with its regions compiled at their first call."""
     known = codegen.integers(stage, coordinates)
     added = {value for key, value in stage.results().items() if is_added(key)}
     overwrites: list[Node] = []
@@ -83,7 +84,7 @@ def compile_regions(
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
     before = {env[node]: [env[earlier] for earlier in several] for node, several in earlier_waits(stage.graph.nodes).items()}
-    return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own, before)
+    return codegen.StageWriter(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own, before).function()
 
 
 def _is_rank_operator(node: Node) -> bool:
@@ -177,7 +178,7 @@ class _CompiledRegion:
             results = self.compiled(inputs)
         else:
             self.compiled = self._compile_once(inputs)
-            places = [_place(x) for x in inputs if isinstance(x, torch.Tensor)]
+            places = [memory_of(x) for x in inputs if isinstance(x, torch.Tensor)]
             results = self.compiled(inputs)
             self.copied = [index for index in self.own if _is_shared(index, places, results)]
         if self.copied:
@@ -226,15 +227,11 @@ def _input_forms(inputs: Sequence[Given]) -> Iterator[object]:
         if not isinstance(x, torch.Tensor):
             yield x
             continue
-        shared = first.setdefault(_place(x), number)
+        shared = first.setdefault(memory_of(x), number)
         aligned = x.data_ptr() % ALIGNED == 0
         yield type(x), x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), x.requires_grad, aligned, shared
 
 
-def _place(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
 def _is_shared(index: int, places: Sequence[int], results: Sequence[torch.Tensor]) -> bool:
-    others = [_place(x) for number, x in enumerate(results) if number != index and isinstance(x, torch.Tensor)]
-    return _place(results[index]) in (*places, *others)
+    others = [memory_of(x) for number, x in enumerate(results) if number != index and isinstance(x, torch.Tensor)]
+    return memory_of(results[index]) in (*places, *others)

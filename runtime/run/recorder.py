@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -54,63 +54,39 @@ _LAST_WORDS_S: Final = 1.0
 """Seconds that rank 0 waits, after a failure, for the records of the others."""
 
 
-class _MarkClock(Protocol):
-    def mark(self) -> int:
-        """Marks the present time; returns the index of the mark in this call."""
-
-    def take(self, mark: host.Mark) -> int:
-        """Adds a mark taken elsewhere, of this clock's kind or of the host's; returns its index."""
-
-    def seconds(self) -> list[float]:
-        """The marks of this call as seconds of this process's `time.perf_counter`."""
-
-    def begin(self) -> None:
-        """Before a call: clears the marks."""
-
-
 class _HostClock:
     def __init__(self) -> None:
-        self._marks: list[float] = []
+        self.marks: list[host.Mark] = []
+        """Of this call."""
 
     def mark(self) -> int:
+        """Marks the present time; returns the index of the mark in this call."""
         return self.take(time.perf_counter())
 
     def take(self, mark: host.Mark) -> int:
-        assert isinstance(mark, float)
-        self._marks.append(mark)
-        return len(self._marks) - 1
+        """Adds a mark taken elsewhere, of this clock's kind or of the host's; returns its index."""
+        self.marks.append(mark)
+        return len(self.marks) - 1
 
     def seconds(self) -> list[float]:
-        return list(self._marks)
-
-    def begin(self) -> None:
-        self._marks.clear()
+        """The marks of this call as seconds of this process's `time.perf_counter`."""
+        return [mark for mark in self.marks if isinstance(mark, float)]
 
 
-class _StreamClock:
+class _StreamClock(_HostClock):
     """Clock of the current CUDA stream: the time of a mark is when everything before it has run."""
-
-    def __init__(self) -> None:
-        self._marks: list[host.Mark] = []
 
     def mark(self) -> int:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return self.take(event)
 
-    def take(self, mark: host.Mark) -> int:
-        self._marks.append(mark)
-        return len(self._marks) - 1
-
     def seconds(self) -> list[float]:
-        end = self._marks[self.mark()]
+        end = self.marks[self.mark()]
         assert isinstance(end, torch.cuda.Event)
         torch.cuda.synchronize()  # copies have streams of their own
         now = time.perf_counter()
-        return [mark if isinstance(mark, float) else now - mark.elapsed_time(end) / 1e3 for mark in self._marks]
-
-    def begin(self) -> None:
-        self._marks.clear()
+        return [mark if isinstance(mark, float) else now - mark.elapsed_time(end) / 1e3 for mark in self.marks]
 
 
 _ON_ITS_WAY: Final = -1
@@ -154,7 +130,7 @@ class TraceRecorder:
         self.rank = 0 if board is None else board.rank
         self.notes: list[_Note] = []
         self.there: list[_Note] = []
-        self._clock: _MarkClock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._clock = _StreamClock() if device.type == "cuda" else _HostClock()
         self._coming: dict[str, _Note] = {}
         self._offsets: list[tuple[float, float]] = []
         self._labels: dict[Instruction, list[Item]] = defaultdict(list)
@@ -204,7 +180,7 @@ class TraceRecorder:
         """A context that records a call. After a failure, records so far are written too, of the ranks that can still send theirs."""
         self.notes, self.there, self._coming = [], [], {}
         self._used.clear()
-        self._clock.begin()
+        self._clock.marks.clear()
         host.WATCH.tell = self._note_host_event
         try:
             yield

@@ -38,6 +38,7 @@ from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.duplicate_batches import DuplicateBatchCheck
 from meshc.runtime.run.executor import Executor
+from meshc.runtime.state.changes import is_rare_turn
 from meshc.runtime.state.store import Store
 
 FORWARD: Final = "forward"
@@ -348,8 +349,7 @@ class Session:
         spec = self._specs.get(port.key)
         if spec is not None:
             return DTensor(local.view_as(local), spec, requires_grad=False)
-        shape, stride = torch.Size(port.shape), _strides(port.shape)
-        made = DTensor.from_local(local, mesh.device_mesh, self._placements(port), run_check=False, shape=shape, stride=stride)
+        made = layouts.dtensor_of(local, mesh.device_mesh, self._placements(port), port.shape)
         self._specs[port.key] = made._spec
         return made
 
@@ -413,22 +413,13 @@ def _batchless_inputs(program: PlainProgram) -> frozenset[str]:
 def _is_check_due(call: int, every: int | None) -> bool:
     """Whether inputs are compared at call number `call`, from 1."""
     if every is None:
-        return call % 1024 == 0 if call > 1024 else call & (call - 1) == 0
+        return is_rare_turn(call)
     return every > 0 and (call - 1) % every == 0
 
 
 def _is_on_device(port: Port) -> bool:
     """Whether a fused kernel reads the number from device memory."""
     return port.name.split(".")[-1] in ON_DEVICE
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -254,7 +254,7 @@ class Changes:
         stored: Collection[StoredTensor] = ()
         if self._unseen and self._hurried.due(run):
             stored = self._unseen.values()
-        elif run >= FIRST_LOOK and _is_rare_turn(run):
+        elif run >= FIRST_LOOK and is_rare_turn(run):
             stored = self._compared_tensors()
         if stored:
             self._compare(board, f"run {run}", stored, {}, 0.0)
@@ -310,10 +310,11 @@ class Pace:
     def due(self, run: int) -> bool:
         self._times = self._times + 1 if run - self._last <= NEAR else 1
         self._last = run
-        return _is_rare_turn(self._times)
+        return is_rare_turn(self._times)
 
 
-def _is_rare_turn(count: int) -> bool:
+def is_rare_turn(count: int) -> bool:
+    """Whether `count`, from 1, is a power of two up to RARE or a multiple of RARE."""
     return count % RARE == 0 if count > RARE else count & (count - 1) == 0
 
 

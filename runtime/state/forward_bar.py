@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -19,26 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 
-
-class BarredModuleKind(enum.Enum):
-    """Kind of the module that has the hook."""
-
-    CALLED = "compiled"
-    COPY = "a copy"
-
-
-SAID: Final = {
-    BarredModuleKind.CALLED: (
-        "this {name} is compiled, and its own forward was reached past its program\n"
-        "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"
-        "  what to do: call the module, or `program`, what meshc.compile returned"
-    ),
-    BarredModuleKind.COPY: (
-        "this {name} is a copy of a compiled module: it has the DTensors, and no program\n"
-        "  what to do: compile what is called, meshc.compile(copy, mesh, args=...), of an average the AveragedModel; copies begin with the "
-        "values that they hold"
-    ),
-}
+PAST: Final = (
+    "this {name} is compiled, and its own forward was reached past its program\n"
+    "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"
+    "  what to do: call the module, or `program`, what meshc.compile returned"
+)
+COPIED: Final = (
+    "this {name} is a copy of a compiled module: it has the DTensors, and no program\n"
+    "  what to do: compile what is called, meshc.compile(copy, mesh, args=...), of an average the AveragedModel; copies begin with the "
+    "values that they hold"
+)
 TRACED: Final = (
     "torch.compile is around a compiled module, and would trace its forward in place of its program\n"
     '  what to do: call the module itself; a program whose operators are compiled is meshc.compile(..., backend="inductor")'
@@ -51,26 +40,21 @@ class ForwardBar:
     of_meshc = True
     """Marks hooks of meshc, which are no part of the model's computation."""
 
-    def __init__(self, standing: BarredModuleKind, before_copy: Callable[[], None] | None = None) -> None:
-        """before_copy: raises where a copy would hold outdated values."""
-        self.standing, self.before_copy = standing, before_copy
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the module is a copy of a compiled one."""
-        return self.standing is BarredModuleKind.COPY
+    def __init__(self, before_copy: Callable[[], None] | None = None, is_copy: bool = False) -> None:
+        """before_copy: raises where a copy would hold outdated values; is_copy: whether the module is a copy of a compiled one."""
+        self.before_copy, self.is_copy = before_copy, is_copy
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise StateError(TRACED)
         if self.is_copy and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # copied before anything was compiled, or given plain values since
-        raise StateError(SAID[self.standing].format(name=type(module).__qualname__))
+        raise StateError((COPIED if self.is_copy else PAST).format(name=type(module).__qualname__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardBar:
         if self.before_copy is not None:
             self.before_copy()
-        return ForwardBar(BarredModuleKind.COPY)
+        return ForwardBar(is_copy=True)
 
     def __reduce__(self) -> NoReturn:
         raise StateError(

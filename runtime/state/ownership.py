@@ -23,7 +23,7 @@ from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
-from meshc.runtime.state.forward_bar import BarredModuleKind, ForwardBar, put_bar, take_bars
+from meshc.runtime.state.forward_bar import ForwardBar, put_bar, take_bars
 from meshc.runtime.state.state_dict_callers import classify_caller, takes_dtensors, warn_optimizer_caller
 
 if TYPE_CHECKING:
@@ -101,11 +101,7 @@ def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
     """Makes calls of the model call `run`, except within `calls_allowed`. `forward` is unchanged, and copies of the model do not call
     `run`: torch's attribute for `nn.Module.compile` is not copied."""
     model._compiled_call_impl = run
-    put_bar(model, _bar(model, BarredModuleKind.CALLED))
-
-
-def _bar(model: nn.Module, standing: BarredModuleKind) -> ForwardBar:
-    return ForwardBar(standing, partial(_refuse_stale, weakref.ref(model)))
+    put_bar(model, ForwardBar(partial(_refuse_stale, weakref.ref(model))))
 
 
 def _refuse_stale(model: weakref.ref[nn.Module]) -> None:

@@ -459,9 +459,7 @@ class Store:
     def _reclaim(self, held: StoredTensor) -> None:
         """Takes the values of a local tensor that was swapped into the live DTensor, and restores the own memory of that."""
         assert isinstance(held.live, DTensor) and held.memory is not None
-        mesh, stride = held.home.mesh.device_mesh, torch.empty(held.shape, device="meta").stride()
-        local, shape = held.live._local_tensor, torch.Size(held.shape)  # of a part alone torch would guess, wrongly where parts are uneven
-        value = DTensor.from_local(local, mesh, held.placements, run_check=False, shape=shape, stride=stride)
+        value = layouts.dtensor_of(held.live._local_tensor, held.home.mesh.device_mesh, held.placements, held.shape)
         held.live._local_tensor = held.memory
         held.remember()
         self.write(held, value)

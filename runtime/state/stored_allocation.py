@@ -53,6 +53,5 @@ def _wrap_dtensor(
     """The DTensor whose local tensor is `local`."""
     offloaded = local.device.type != device.type
     under = local.to("meta") if offloaded else local  # torch would move it to the mesh's device
-    stride = torch.empty(shape, device="meta").stride()
-    seen = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    seen = layouts.dtensor_of(under, home.mesh.device_mesh, placements, shape)
     return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen

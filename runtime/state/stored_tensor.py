@@ -28,6 +28,19 @@ def inverse(slots: Sequence[int]) -> list[int]:
     return sorted(range(len(slots)), key=slots.__getitem__)
 
 
+def memory_of(value: Tensor) -> int:
+    """Address of a tensor's memory on this rank."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.untyped_storage().data_ptr()
+
+
+def copy_if_shared(value: Tensor, taken: set[int]) -> Tensor:
+    """The value in memory of its own, which is `taken` from then on: what is changed in place must change nothing else."""
+    value = value.clone() if memory_of(value) in taken else value
+    taken.add(memory_of(value))
+    return value
+
+
 @dataclass(eq=False)
 class StoredTensor:
     """One stored tensor.
@@ -102,11 +115,6 @@ class StoredTensor:
         """The program's values, whole on every rank, with experts in the model's order."""
         full = self.home.whole(self.buffer, self.sharding)
         return full if self.slots is None else full[self.slots]
-
-    def scatter_tile(self, value: Tensor | None) -> Tensor:
-        """The program's tile of rank 0's `value`, in which experts are in the model's order."""
-        there = value if value is None or self.slots is None else value[inverse(self.slots)]
-        return self.home.scatter(there, self.sharding, self.dtype)
 
     def as_chunk(self) -> Tensor:
         """The program's values as the local tensor of the live DTensor."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshc.errors import CompileError
-from meshc.ir import trees
+from meshc.ir import layouts, trees
 from meshc.ir.schemas import RESHAPES
 from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
@@ -33,6 +33,7 @@ from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, des
 from meshc.optimizer.registered_updates import UPDATES
 from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape, with_one_group
 from meshc.optimizer.spec import kind_of
+from meshc.runtime.state.stored_tensor import copy_if_shared, memory_of
 
 _SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] = weakref.WeakKeyDictionary()
 """Traces of the optimizers that step this way."""
@@ -130,10 +131,10 @@ def _update(group: GroupSpec, slots: Sequence[Slot], parameter: Tensor, state: d
     given = {name: torch.tensor(value, dtype=torch.float64, device=parameter.device) for name, value in values.items()}
     assert parameter.grad is not None
     new, after = update_nodes(group, parameter, parameter.grad, held, given, partial(_call, parameter), like=parameter)
-    taken = {_memory(one) for one in (parameter, parameter.grad, *held.values())}
-    new = _copy_if_shared(_place_result(new, parameter, like=True), taken)
+    taken = {memory_of(one) for one in (parameter, parameter.grad, *held.values())}
+    new = copy_if_shared(_place_result(new, parameter, like=True), taken)
     kept = {slot.name: slot.shape == "like_param" for slot in slots if slot.name != FIRST}
-    left = {name: _copy_if_shared(_place_result(after[name], held[name], like), taken) for name, like in kept.items()}
+    left = {name: copy_if_shared(_place_result(after[name], held[name], like), taken) for name, like in kept.items()}
     parameter.copy_(new)
     for name, value in left.items():
         if held[name] is state.get(name) and _placements(held[name]) == _placements(value):
@@ -177,8 +178,7 @@ def _on_mesh(parameter: Tensor, value: Any) -> Any:
         return value.redistribute(placements=wanted) if wanted != list(value.placements) else value
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.dim():
         return value
-    mesh = parameter.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return layouts.dtensor_of_whole(value, parameter.device_mesh)
 
 
 def _whole(value: Any) -> Any:
@@ -194,15 +194,3 @@ def _place_result(value: Tensor, before: Tensor, like: bool) -> Tensor:
 
 def _placements(value: Tensor) -> object:
     return value.placements if isinstance(value, DTensor) else None
-
-
-def _copy_if_shared(value: Tensor, taken: set[int]) -> Tensor:
-    """The value in memory of its own: an update may return an operand, or one value twice."""
-    value = value.clone() if _memory(value) in taken else value
-    taken.add(_memory(value))
-    return value
-
-
-def _memory(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.untyped_storage().data_ptr()

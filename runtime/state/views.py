@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.errors import StateError
-from meshc.ir import trees
+from meshc.ir import layouts, trees
 from meshc.ir.schemas import written_operands
 from meshc.private import OpOverload
 from meshc.replacements import replace_for_good
@@ -228,7 +228,7 @@ def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         found = by_torch(op, args, kwargs)
     except (RuntimeError, NotImplementedError):
         whole = base.redistribute(placements=[Replicate()] * base.device_mesh.ndim)._local_tensor
-        found = _each(op(whole, *args[1:], **kwargs), None, lambda one, _: _of_whole(one, base))
+        found = _each(op(whole, *args[1:], **kwargs), None, lambda one, _: layouts.dtensor_of_whole(one, base.device_mesh))
     if any(type(one) not in (Shard, Replicate) for one in base.placements):
         return found  # of a partial tensor no rank has a part to keep
     return found if strides is None else _each(found, strides, lambda one, like: _mark_gathered(one, base, like))
@@ -379,9 +379,4 @@ def _origin(one: DTensor) -> DTensor:
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
     """This rank's part of `whole`, sharded like `like`."""
-    return _of_whole(whole, like).redistribute(placements=like.placements)._local_tensor
-
-
-def _of_whole(whole: Tensor, like: DTensor) -> DTensor:
-    mesh = like.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return layouts.dtensor_of_whole(whole, like.device_mesh).redistribute(placements=like.placements)._local_tensor

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of
 from meshc.frontend.libraries.stock_trainer import is_marked
+from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
@@ -71,8 +72,7 @@ def _dtensor_like(value: Tensor, home: Transfers, like: DTensor, apart: bool = F
     if isinstance(value, DTensor) and value.device_mesh is like.device_mesh:
         return value
     local = home.chunk_of(value.detach(), like.placements).to(like._local_tensor.device, copy=apart)
-    stride = torch.empty(value.shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=stride)
+    return layouts.dtensor_of(local, like.device_mesh, like.placements, value.shape)
 
 
 def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:

@@ -115,7 +115,7 @@ def test_the_runtime_waits_where_the_walk_says(monkeypatch: pytest.MonkeyPatch) 
         return Told(name, x[:512])
 
     monkeypatch.setattr(collectives, "scatter_dim", scatter)
-    run = codegen.generate(parse_stage(SCATTERS), Alone(), {"dp": 0}, torch.device("cpu"))  # type: ignore[arg-type]
+    run = codegen.StageWriter(parse_stage(SCATTERS), Alone(), {"dp": 0}, torch.device("cpu")).function()  # type: ignore[arg-type]
     run([torch.zeros(1024, 1024)])
     assert done == ["start r1", "wait for r1", "start r2", "wait for r2", "start r3", "wait for r3"]
 

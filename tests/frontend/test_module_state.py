@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.frontend.module_state import STATE, state_of
-from meshc.runtime.state.forward_bar import BarredModuleKind, ForwardBar, put_bar
+from meshc.runtime.state.forward_bar import ForwardBar, put_bar
 
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_a_hook_in_anothers_place_is_another_program_and_the_same_again_is_not()
 def test_hooks_of_meshcs_own_are_none() -> None:
     module = nn.ReLU()
     before = state_of(module)
-    put_bar(module, ForwardBar(BarredModuleKind.CALLED))
+    put_bar(module, ForwardBar())
     assert state_of(module) == before
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshc
-from meshc.runtime.state.forward_bar import BarredModuleKind, ForwardBar, bars_of, put_bar, take_bars
+from meshc.runtime.state.forward_bar import ForwardBar, bars_of, put_bar, take_bars
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -28,17 +28,17 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_one_at_a_time() -> None:
     module = nn.Linear(8, 3)
     for _ in range(2):
-        put_bar(module, ForwardBar(BarredModuleKind.CALLED))
-    assert [bar.standing for _, bar in bars_of(module)] == [BarredModuleKind.CALLED]
+        put_bar(module, ForwardBar())
+    assert [bar.is_copy for _, bar in bars_of(module)] == [False]
     with pytest.raises(meshc.StateError, match="past its program\n.*\n  what to do: call the module"):
         module(X)
-    assert [bar.standing for bar in take_bars(module)] == [BarredModuleKind.CALLED]
+    assert [bar.is_copy for bar in take_bars(module)] == [False]
     assert module(X).shape == (4, 3)
 
 
 def test_a_copy_of_what_has_plain_parameters_runs() -> None:
     module = nn.Linear(8, 3)
-    put_bar(module, ForwardBar(BarredModuleKind.CALLED))
+    put_bar(module, ForwardBar())
     assert copy.deepcopy(module)(X).shape == (4, 3)
     with pytest.raises(meshc.StateError, match="is not pickled"):
         pickle.dumps(module)
