@@ -89,6 +89,6 @@ def join_names(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def lines_of(faults: Sequence[str], most: int) -> list[str]:
-    """Faults a line each; a last line says how many more there are."""
-    return [*faults[:most], *[f"and {len(faults) - most} more"] * (len(faults) > most)]
+def lines_of(faults: Sequence[str], most: int, indent: int = 4) -> str:
+    """Faults a line each, indented behind the first; a last line says how many more there are."""
+    return f"\n{' ' * indent}".join([*faults[:most], *[f"and {len(faults) - most} more"] * (len(faults) > most)])

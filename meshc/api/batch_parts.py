@@ -8,10 +8,8 @@ other at each call, since each may have a program of its own for what it was giv
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from meshc.api.compile_arguments import Arguments, CompileArguments
@@ -20,7 +18,7 @@ from meshc.errors import InputError
 from meshc.frontend import call_keys
 from meshc.frontend.libraries.stock_accelerate import RankParts
 from meshc.ir import trees
-from meshc.runtime.agreement.compare import to_all
+from meshc.runtime.agreement.compare import digest_number, first_other, to_all
 from meshc.runtime.comm import collectives
 
 
@@ -30,13 +28,16 @@ def count_rows(asked: CompileArguments, world: World, inputs: Arguments) -> list
     with world.refusable():
         rows = _rows(asked, inputs)
     text = _without_rows(asked, inputs)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-    told = torch.tensor([[rows, digest]], dtype=torch.int64, device=world.device)
+    told = rows, digest_number([text.encode()])
     with world.failure_guard("compare parts"):
-        found = collectives.all_gather(told, world.groups.world).wait().tolist()
-        other = next((rank for rank, row in enumerate(found) if row[1] != found[0][1]), None)
+        found = collectives.numbers_of_ranks(told, world.device, world.groups.world)
+        other = first_other([digest for _, digest in found])
         if other is not None:
-            raise InputError(_unlike(to_all(world.board, text), other)).mark_everywhere()
+            texts = to_all(world.board, text)
+            raise InputError(
+                f"the parts of one batch differ in more than their rows: rank 0 passed {texts[0]}; rank {other} passed {texts[other]}\n"
+                "  what to do: pass the same inputs with the same dtypes on all ranks, sequences padded to one length"
+            ).mark_everywhere()
     return _by_place(asked, [row[0] for row in found])
 
 
@@ -99,10 +100,3 @@ def _by_place(asked: CompileArguments, rows: Sequence[int]) -> list[int]:
                 'its rank from mesh["dp"].get_local_rank()'
             ).mark_everywhere()
     return [rows[ranks[0]] for ranks in parts]
-
-
-def _unlike(texts: Sequence[str], other: int) -> str:
-    return (
-        f"the parts of one batch differ in more than their rows: rank 0 passed {texts[0]}; rank {other} passed {texts[other]}\n"
-        "  what to do: pass the same inputs with the same dtypes on all ranks, sequences padded to one length"
-    )

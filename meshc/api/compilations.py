@@ -285,7 +285,7 @@ class Compilations:
             self._move(store.mesh, with_axes_apart(asked.plan, parts))
 
     def _move(self, mesh: Mesh, plan: Plan) -> None:
-        self.asked = self.asked.on_mesh(mesh, plan)
+        self.asked = self.asked.having(mesh=mesh, plan=plan)
         self.world.move(mesh)
 
     def _refusal(self, told: Mapping[str, str], difference: Disagreement) -> MeshcError:

@@ -35,7 +35,6 @@ from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.options import Options, Training, refuse_others, refuse_with
 from meshc.passes.phases.request import JoinedInputs, Request
-from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.plan.split_axes import taken_apart
 from meshc.program.program import BACKENDS, PlainProgram
@@ -181,33 +180,24 @@ class CompileArguments:
             advice = "  what to do: give all programs of the model the same; the first to be compiled decides"
             raise StateError(self.options.as_written(said) + advice)
 
-    def for_accumulation(self) -> CompileArguments:
-        """A copy for calls that accumulate gradients and update nothing."""
+    def having(self, **changes: Any) -> CompileArguments:
+        """A copy with other values of these fields."""
         found = copy.copy(self)
-        found.adds = True
-        return found
-
-    def on_mesh(self, mesh: Mesh, plan: Plan) -> CompileArguments:
-        """A copy with another mesh and plan."""
-        found = copy.copy(self)
-        found.mesh, found.plan = mesh, plan
+        vars(found).update(changes)
         return found
 
     def part(self, path: str, by_hand: bool = False) -> CompileArguments:
         """The same for calls of a module inside the model: programs of their own, over the model's parameters. by_hand: whether its user
         calls it; what the model's inputs are said to be is not of its own then."""
-        found, inner = copy.copy(self), self.module.get_submodule(path)
-        found.path, found.by_hand = path, by_hand
-        found.called, found.traced = inner, TracedFunction(self.module, partial(call_keys.call_inside, path), inner.forward)
-        found.forms, found.found_batch = Forms(), {}
+        inner = self.module.get_submodule(path)
+        traced = TracedFunction(self.module, partial(call_keys.call_inside, path), inner.forward)
+        found = self.having(path=path, by_hand=by_hand, called=inner, traced=traced, forms=Forms(), found_batch={})
         return found._for_other_inputs() if by_hand else found
 
     def with_whole_batch(self) -> CompileArguments:
         """A copy for calls that pass the whole batch on every rank, as the model's own generate does with gathered prompts."""
-        found = self.of_model() if self.step is not None else copy.copy(self)
-        found.inputs, found.forms = "global", Forms()
-        found.options = found.options.having(uneven_rows=False)
-        return found
+        found = self.of_model() if self.step is not None else self
+        return found.having(inputs="global", forms=Forms(), options=found.options.having(uneven_rows=False))
 
     def _for_other_inputs(self) -> CompileArguments:
         """Drops the dynamic dims, and `names` of inputs that the function to trace does not take; in place. Returns self."""
@@ -219,12 +209,9 @@ class CompileArguments:
     def of_model(self) -> CompileArguments:
         """The same for calls of a training step's model: programs of their own, over its parameters. What the step says of its loss's
         inputs, of its updates and of its schedule is not of these."""
-        found, model = copy.copy(self), self.module
-        found.what = found.called = model
-        found.step, found.forms = None, Forms()
-        found.traced = TracedFunction(model, call_keys.call_module, model.forward)
-        found.options = self.options.having(schedule=None, training=Training(), expert_bias_update=None)
-        return found._for_other_inputs()
+        model, options = self.module, self.options.having(schedule=None, training=Training(), expert_bias_update=None)
+        traced = TracedFunction(model, call_keys.call_module, model.forward)
+        return self.having(what=model, called=model, step=None, forms=Forms(), traced=traced, options=options)._for_other_inputs()
 
     @property
     def module(self) -> nn.Module:

@@ -268,17 +268,16 @@ class Program:
         if not self.compilations.has_compilation:  # how state is stored is the step's to say
             self.prepare(args, dict(kwargs))
         if self._adding is None:
-            self._adding = Program(self.asked.for_accumulation(), self.world)
+            self._adding = Program(self.asked.having(adds=True), self.world)
         loss: torch.Tensor = self._adding(*args, **kwargs)
         self.metrics = self._adding.metrics
         return loss
 
     def _differentiable(self, session: Session, tensors: list[torch.Tensor], own: Mapping[str, float]) -> Sequence[torch.Tensor]:
-        parameters = [port for port in session.program.inputs if port.kind == "parameter" and port.requires_grad]
-        live = [session.store.live_of(port.key) for port in parameters]
+        live = [session.store.live_of(port.key) for port in session.trained]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
         inputs = [port for port, _ in wanting]
-        call = ForwardCall(session, parameters, inputs, self._scales(session), self._times(inputs), own)
+        call = ForwardCall(session, inputs, self._scales(session), self._times(inputs), own)
         leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
         return leaves
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from meshc.api.handle import Program
-from meshc.runtime.run.prefetch import AHEAD, Prefetched, prefetch_batches
+from meshc.runtime.run.prefetch import AHEAD, Prefetched
 
 Batch = TypeVar("Batch")
 
@@ -24,4 +24,4 @@ def prefetch(batches: Iterable[Batch], program: Program, *, ahead: int = AHEAD) 
     torch's own generator are not in step with the loop's (give it a `generator=`), and a loader that counts where it is counts batches
     that were not used yet. Raises InputError for `ahead` below 1.
     """
-    return prefetch_batches(batches, program.world.device, ahead)
+    return Prefetched(batches, program.world.device, ahead)

@@ -14,6 +14,8 @@ from meshc.frontend.expert_load import ExpertLoad
 from meshc.ir.layouts import axis_sizes
 from meshc.plan.expert_group_counts import groups_of
 from meshc.report.rebalance_report import RebalanceReport
+from meshc.runtime.agreement.compare import digest_number, first_other
+from meshc.runtime.comm.collectives import numbers_of_ranks
 from meshc.runtime.state import moved_experts
 from meshc.runtime.state.store import Store
 
@@ -92,7 +94,7 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
 
 def _refuse_differing(store: Store, said: str) -> None:
     """Raises InputError on all ranks if ranks passed different arguments."""
-    other = moved_experts.first_differing_rank(store, said)
+    other = first_other(numbers_of_ranks([digest_number([said.encode()])], store.device, store.transfers.groups.world))
     if other is not None:
         raise InputError(
             f"rebalance: ranks 0 and {other} were given different loads, and experts lie where all ranks know them\n"

@@ -82,19 +82,20 @@ class ValueKeys:
 
     def changes(self, key: CompilationKey) -> list[str]:
         """Values changed since the last call whose program reads the same places, one line each."""
-        for reads, then in self._ran.items():
-            if key.values is not None and key.values is not then and reads.places is key.values.places:
-                return key.values.changes(then)
-        return []
+        return [line for now, then in self._since_last(key) for line in now.changes(then)]
 
     def open(self, key: CompilationKey) -> None:
         """Before a compilation for what has changed: numbers that have changed before are to be inputs of it."""
-        for reads, then in self._ran.items():
-            if key.values is not None and key.values is not then and reads.places is key.values.places:
-                for place in key.values.numbers_changed(then):
-                    if place in self._changed and place not in self._fixed and place not in self.inputs:
-                        self.inputs = (*self.inputs, place)
-                    self._changed.add(place)
+        for now, then in self._since_last(key):
+            for place in now.numbers_changed(then):
+                if place in self._changed and place not in self._fixed and place not in self.inputs:
+                    self.inputs = (*self.inputs, place)
+                self._changed.add(place)
+
+    def _since_last(self, key: CompilationKey) -> list[tuple[Values, Values]]:
+        """The values of a key, and others that a program which reads the same places had at its last call."""
+        now = key.values
+        return [(now, then) for reads, then in self._ran.items() if now is not None and now is not then and reads.places is now.places]
 
     def stale(self) -> list[str]:
         """Values changed since the last call, of all that any program has read."""

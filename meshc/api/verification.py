@@ -26,7 +26,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ops import block_codes
 from meshc.ops.random import seed_step
 from meshc.ops.state_rounding import round_state
-from meshc.optimizer.optimizer import Optimizers, describe, numbers
+from meshc.optimizer.optimizer import Optimizers, describe, numbers, parameters_of
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
 from meshc.passes.driver.compile_program import compile_program, trace
@@ -281,8 +281,7 @@ def verify_update(
     names = {id(p): name for name, p in program.asked.module.named_parameters()}
     mine = dict(twin.named_parameters())
     original = program.step.optimizers
-    held = [p for group in original.param_groups for p in group["params"]]
-    theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
+    theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in parameters_of([original])}
     optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
     for group in optimizer.param_groups:  # rates that are tensors: the optimizer rounds to their dtype
         group.update(widen_inputs({name: value for name, value in group.items() if name != "params"}, double))

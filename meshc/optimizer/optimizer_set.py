@@ -71,6 +71,6 @@ def refuse_shared(members: Sequence[Optimizer], name_of: Callable[[Tensor], str]
     if faults:
         raise CompileError(
             "a parameter is stepped once in a training step:\n    "
-            + "\n    ".join(lines_of(faults, 8))
+            + lines_of(faults, 8)
             + "\n  what to do: give each parameter to one optimizer, in one group"
         )

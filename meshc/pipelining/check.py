@@ -50,7 +50,7 @@ def check(
     if not faults and stage_bytes is not None and budget is not None:
         faults += _memory(listing, stage_bytes, budget)
     if faults:
-        raise ScheduleError("\n  ".join([f"{schedule.name or 'the schedule'} cannot run:", *lines_of(faults, _SHOWN)]))
+        raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run:\n  {lines_of(faults, _SHOWN, 2)}")
 
 
 class _Listing:

@@ -19,7 +19,7 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, TypeVar
@@ -314,6 +314,19 @@ def receive(board: FailureBoard, turn: int) -> bytes:
 
 def _sent_key(turn: int) -> str:
     return f"sent/{turn}"
+
+
+def digest_number(values: Iterable[bytes]) -> int:
+    """A digest of values, in 64 bits."""
+    state = hashlib.blake2b(digest_size=8)
+    for value in values:
+        state.update(value)
+    return int.from_bytes(state.digest(), "big", signed=True)
+
+
+def first_other(values: Sequence[object]) -> int | None:
+    """The first rank whose value is not rank 0's; None if all are equal."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def _hash(data: bytes) -> str:

@@ -138,6 +138,12 @@ def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     return CollectiveWork(out, works, held=x)
 
 
+def numbers_of_ranks(mine: Sequence[int], device: torch.device, group: ProcessGroup | None) -> list[list[int]]:
+    """The numbers of each rank of the group, which waits for all."""
+    found: list[list[int]] = all_gather(torch.tensor([mine], dtype=torch.int64, device=device), group).wait().tolist()
+    return found
+
+
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> CollectiveWork:
     """This rank's part, along dim 0, of the elementwise `op` of every rank's `x`. x: [n·a, ...] -> [a, ...]; `out` is contiguous."""
     if group is None:

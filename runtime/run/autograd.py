@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -50,21 +50,16 @@ class ForwardCall:
     """The state of one forward call until its backward."""
 
     def __init__(
-        self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None],
-        times: Mapping[str, float], numbers: Mapping[str, float],
+        self, session: Session, inputs: Sequence[Port], scale: Mapping[str, float | None], times: Mapping[str, float],
+        numbers: Mapping[str, float],
     ) -> None:  # fmt: skip
         """scale, times: factors of the gradients of outputs and of inputs, by the ports' names (`Program._scales`);
         numbers: the Python numbers that the call takes."""
         self.session = session
         self.step, self.calling = session.store.step, session.calling
         self.moves = session.store.moves
-        self.parameters = list(parameters)
-        self.inputs = list(inputs)
-        self.scale, self.times, self.numbers = dict(scale), dict(times), dict(numbers)
+        self.inputs, self.scale, self.times, self.numbers = inputs, scale, times, numbers
         self.saved: dict[str, torch.Tensor] = {}
-        self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
-        self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
-        self.results = session.results
         self.memory: set[int] = set()
         """Storage addresses of the saved values."""
         self._began: Mapping[int, str] = {}
@@ -93,20 +88,11 @@ class ForwardCall:
             )
 
 
-class _Context(Protocol):
-    """The context that torch passes to an autograd function, with what `forward` stores in it for `backward`."""
-
-    call: ForwardCall
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-    def mark_non_differentiable(self, *args: torch.Tensor) -> None: ...
-
-
 class ProgramFunction(torch.autograd.Function):
     """forward(call, tensors, parameters..., inputs that need gradients...) -> outputs."""
 
     @staticmethod
-    def forward(ctx: _Context, call: ForwardCall, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
@@ -117,15 +103,15 @@ class ProgramFunction(torch.autograd.Function):
         session.finish(env)
         call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, began)
         ctx.call = call
-        whole = [session.output(port, env[port.key]) for port in call.results]
+        whole = [session.output(port, env[port.key]) for port in session.results]
         taken = call.memory | began.keys()
         outputs = tuple(o if isinstance(o, DTensor) else _wrap_output(o, taken) for o in whole)
-        ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
+        ctx.mark_non_differentiable(*[o for port, o in zip(session.results, outputs, strict=True) if port.name not in session.tangents])
         return outputs
 
     @staticmethod
-    def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[object, ...]:
-        call = ctx.call
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[object, ...]:
+        call: ForwardCall = ctx.call
         session = call.session
         if torch.is_grad_enabled():
             raise StateError(
@@ -141,8 +127,8 @@ class ProgramFunction(torch.autograd.Function):
             )
         env = dict(call.saved)
         received = set()
-        for port, grad in zip(call.results, grads, strict=True):
-            tangent = call.tangents.get(port.name)
+        for port, grad in zip(session.results, grads, strict=True):
+            tangent = session.tangents.get(port.name)
             if tangent is None or grad is None:
                 continue
             scale = call.scale.get(port.name, 1.0)
@@ -154,7 +140,7 @@ class ProgramFunction(torch.autograd.Function):
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
-        taken = call.memory | {memory_of(env[port.key]) for port in call.tangents.values() if port.key in env}
+        taken = call.memory | {memory_of(env[port.key]) for port in session.tangents.values() if port.key in env}
         assert session.backwards is not None
         with session.executor.failure_guard(call.step, "run backward"):
             session.note_run(BACKWARD, call.calling)
@@ -162,8 +148,8 @@ class ProgramFunction(torch.autograd.Function):
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
             own = {key: copy_if_shared(env[key], taken) for key in made}
         found: list[object] = []
-        for port in call.parameters:
-            gradient = call.gradients.get(port.name)
+        for port in session.trained:
+            gradient = session.gradients.get(port.name)
             here = gradient is not None and gradient.key in own
             found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
         return (None, None, *found, *[call.input_gradient(port, own) for port in call.inputs])

@@ -38,6 +38,9 @@ class Prefetched(Generic[Batch]):
     """Iterable of prefetched batches, returned by `meshc.prefetch`; each iteration iterates the loader anew."""
 
     def __init__(self, batches: Iterable[Batch], device: torch.device, ahead: int) -> None:
+        """Raises InputError for a number of batches below 1."""
+        if ahead < 1:
+            raise InputError(f"prefetch(..., ahead={ahead}): how many batches are loaded ahead, at least 1")
         self._batches, self._device, self._ahead = batches, device, ahead
 
     def __len__(self) -> int:
@@ -111,10 +114,3 @@ def _enqueue(ready: queue.Queue[_Ready], one: _Ready, left: threading.Event) -> 
             return ready.put(one, timeout=_LOOK_S)
         except queue.Full:
             continue
-
-
-def prefetch_batches(batches: Iterable[Batch], device: torch.device, ahead: int) -> Prefetched[Batch]:
-    """Raises InputError for a number of batches below 1."""
-    if ahead < 1:
-        raise InputError(f"prefetch(..., ahead={ahead}): how many batches are loaded ahead, at least 1")
-    return Prefetched(batches, device, ahead)

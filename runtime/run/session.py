@@ -6,8 +6,7 @@ executor, and returns outputs as the model would.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 from weakref import WeakSet
@@ -30,6 +29,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
+from meshc.runtime.agreement.compare import digest_number, first_other
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.uneven_rows import UnevenBatch
 from meshc.runtime.failure.step_numbers import Stream
@@ -96,12 +96,14 @@ class Session:
         self.output_tree = output_tree
         self.device = executor.device
         self.inputs = [port for port in program.inputs if port.kind == "input"]
-        self.kept = [port for port in program.inputs if port.kind in ("parameter", "buffer", "state")]
         self.results = [port for port in program.outputs if port.kind == "output"]
-        self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
-        self._buffers = {port.key: store.buffer(port.key) for port in self.kept}  # the same tensors for as long as the session lives
+        self.trained = [port for port in program.inputs if port.kind == "parameter" and port.requires_grad]
+        self.tangents = {port.name: port for port in program.inputs if port.kind == "tangent"}
+        self.gradients = {port.name: port for port in program.outputs if port.kind == "gradient"}
+        stored = ("parameter", "buffer", "state")
+        kept, self._written = ([port.key for port in ports if port.kind in stored] for ports in (program.inputs, program.outputs))
+        self._buffers = {key: store.buffer(key) for key in kept}  # the same tensors for as long as the session lives
         mine = program.mesh.coordinates(dist.get_rank())
-        self._written = [port.key for port in self.written]
         self._owned = [key for key in self._written if program.owns(key, mine)]
         self.numbers: dict[str, torch.Tensor] = {
             port.key: torch.zeros((), dtype=torch.float64, device=self.device if _is_on_device(port) else "cpu")
@@ -260,16 +262,15 @@ class Session:
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
         common = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name in self._common]
         called = self.executor.board.last_call_name if self.executor.board is not None else ""
-        told = [digest_of(plain), digest_of(common), _digest([called.encode()])]
+        told = [digest_of(plain), digest_of(common), digest_number([called.encode()])]
         if self.executor.board is not None:
             self.executor.board.numbers.note_sends(range(dist.get_world_size()))
         with self.executor.failure_guard(self.store.step, "compare inputs"):
-            told_here = torch.tensor([told], dtype=torch.int64, device=self.device)
-            digests = collectives.all_gather(told_here, self.store.transfers.groups.world).wait().tolist()
+            digests = collectives.numbers_of_ranks(told, self.device, self.store.transfers.groups.world)
         other = next((rank for rank, row in enumerate(digests) if row[2] != told[2]), None)
         if other is not None:
             raise StateError(OTHER_CALL.format(called=called, other=other)).mark_everywhere()
-        other = next((rank for rank, row in enumerate(digests) if row[1] != digests[0][1]), None)
+        other = first_other([row[1] for row in digests])
         if other is not None:
             names = " or ".join(sorted(self._common))
             raise InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}").mark_everywhere()
@@ -425,11 +426,4 @@ def _is_on_device(port: Port) -> bool:
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
     """Digest of the whole tensors' values, 64 bits."""
     plain = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return _digest(x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in plain)
-
-
-def _digest(values: Iterable[bytes]) -> int:
-    state = hashlib.blake2b(digest_size=8)
-    for value in values:
-        state.update(value)
-    return int.from_bytes(state.digest(), "big", signed=True)
+    return digest_number(x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in plain)

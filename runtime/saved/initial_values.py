@@ -16,6 +16,7 @@ from meshc.files.tensor_file import TensorReader
 from meshc.frontend.recorded_init import Recording
 from meshc.frontend.recorded_values import RecordedValue
 from meshc.ops.random import FIRST_VALUES
+from meshc.runtime.agreement.compare import first_other
 from meshc.runtime.failure.failed_rank import single_thread_context
 from meshc.runtime.saved.weight_loading import reset_copied_state, write_tensor
 from meshc.runtime.state.store import Store
@@ -109,7 +110,7 @@ def _agree(store: Store, error: str | None, digest: str) -> None:
     for rank, (failure, _) in enumerate(said):
         if failure is not None:
             raise StateError(f"init_weights: the function failed on rank {rank}\n  why: {failure}")
-    other = next((rank for rank, (_, told) in enumerate(said) if told != said[0][1]), None)
+    other = first_other([told for _, told in said])
     if other is not None:
         raise StateError(
             f"init_weights: the function did something else on rank {other} than on rank 0\n"

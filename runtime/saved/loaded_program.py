@@ -196,5 +196,4 @@ def _without_backward(program: PlainProgram) -> PlainProgram:
 
 def _refuse(faults: Sequence[str], what: str, advice: str) -> None:
     if faults:
-        shown = "\n    ".join(lines_of(faults, 8))
-        raise StateError(f"{what}:\n    {shown}\n  what to do: {advice}")
+        raise StateError(f"{what}:\n    {lines_of(faults, 8)}\n  what to do: {advice}")

@@ -222,8 +222,8 @@ class NumbersByStep:
         steps = [step for step, _ in self.changes]
         faults += [f"row {line}: step {b} comes after step {a}" for line, (a, b) in enumerate(pairwise(steps), 2) if b <= a]
         if faults:
-            shown = "\n    ".join(lines_of(faults, 6))
-            raise InputError(f"--numbers {path} is no schedule of this program:\n    {shown}\n  it has the numbers {', '.join(self.names)}")
+            shown, names = lines_of(faults, 6), ", ".join(self.names)
+            raise InputError(f"--numbers {path} is no schedule of this program:\n    {shown}\n  it has the numbers {names}")
         self._check_guards(program)
 
     def at(self, step: int) -> dict[str, float]:
@@ -272,7 +272,7 @@ class NumbersByStep:
                     faults.append(f"from step {step}: {name} = {self.at(step)[name]:g}, where {what}")
         if faults:
             raise StateError(
-                f"--numbers {self.path} asks for what the program was not compiled for:\n    " + "\n    ".join(lines_of(faults, 4)) + "\n"
+                f"--numbers {self.path} asks for what the program was not compiled for:\n    {lines_of(faults, 4)}\n"
                 "  why: the code that reads this number branches on it, and one branch was compiled\n"
                 "  what to do: save a second program with the number as it is from that step on, and go on with --state"
             )

@@ -109,9 +109,8 @@ def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[StoredTens
         theirs, mine = join_names(sorted(weights.names), 3), join_names(list(store.model.state_dict()), 3)
         faults.append(f"none of its names is one of the model's: it has {theirs}, the model {mine}")
     if faults:
-        shown = "\n    ".join(lines_of(faults, 8))
         advice = "build the model from the configuration that lies beside them"
-        raise StateError(f"the weights in {where} do not fit the model:\n    {shown}\n  what to do: {advice}")
+        raise StateError(f"the weights in {where} do not fit the model:\n    {lines_of(faults, 8)}\n  what to do: {advice}")
     empty = set(store.unfilled_names) & {one.name for name in missing if (one := find_stored(store, name)) is not None}
     if empty:
         raise StateError(

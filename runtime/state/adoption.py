@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -17,10 +18,12 @@ from meshc import environment
 from meshc.errors import StateError, join_names, lines_of
 from meshc.frontend.admission import refuse_module
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.keys import key_of
 from meshc.program.program import Port
+from meshc.runtime.agreement.compare import first_other
 
 if TYPE_CHECKING:
+    from meshc.runtime.state.store import Store
     from meshc.runtime.state.stored_tensor import StoredTensor
 
 FUNCTIONAL: Final = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
@@ -43,8 +46,8 @@ def tensors_of(model: nn.Module) -> list[tuple[Tensor, list[Place]]]:
         for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in members.items():
                 if tensor is not None:
-                    key = f"{kind}:{path}.{name}" if path else f"{kind}:{name}"
-                    found.setdefault(id(tensor), (tensor, []))[1].append((key, module, name))
+                    key = f"{path}.{name}".lstrip(".")
+                    found.setdefault(id(tensor), (tensor, []))[1].append((f"{kind}:{key}", module, name))
     return list(found.values())
 
 
@@ -58,16 +61,16 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
         raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
 
 
-def check_storage(find: Callable[[str], StoredTensor | None], ports: Iterable[Port], mesh: Mesh) -> None:
-    """Raises StateError where a port requires another storage than the tensor that `find` returns has."""
+def check_storage(store: Store, ports: Iterable[Port]) -> None:
+    """Raises StateError where a port requires another storage than the present one."""
     faults = []
     for port in ports:
-        held = find(port.key)
+        held = store.find(port.key)
         if held is None:
             faults.append(f"    {port.name}: was not there when the model was first compiled")
         elif port.kind in ("parameter", "state") and port.storage != held.storage:
             faults.append(f"    {port.name}: lies on the {held.storage}, wanted on the {port.storage}")
-        elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, mesh):
+        elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, store.mesh):
             faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
     if faults:
         raise StateError(
@@ -85,9 +88,8 @@ def refuse_converted(stored: Iterable[StoredTensor]) -> None:
         if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type):
             faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
     if faults:
-        shown = "\n    ".join(lines_of(faults, 4))
         raise StateError(
-            f"the model was converted after it was compiled:\n    {shown}\n"
+            f"the model was converted after it was compiled:\n    {lines_of(faults, 4)}\n"
             "  why: the program computes with the tensors that meshc.compile has put into the model, in their dtype and place\n"
             "  what to do: convert the model before meshc.compile; for lower precision in a part of it, torch.autocast around the call"
         )
@@ -127,9 +129,8 @@ def refuse_moved(stored: Iterable[StoredTensor]) -> None:
         elif len(found) > 1 and (id(held.live) in found or not _equal([*found.values()])):
             faults.append(f"{held.name}, which stands in {len(held.places)} places of the model, is not one parameter any more")
     if faults:
-        shown = "\n    ".join(lines_of(faults, 4))
         raise StateError(
-            f"parameters were tied, untied, moved or removed after the model was compiled:\n    {shown}\n"
+            f"parameters were tied, untied, moved or removed after the model was compiled:\n    {lines_of(faults, 4)}\n"
             "  why: the program has memory for each parameter, and updates it, as it stood in the model when that was compiled\n"
             "  what to do: do that before meshc.compile; for other values in the parameters that are there, model.load_state_dict"
         )
@@ -157,21 +158,18 @@ def refuse_set_data(stored: Iterable[StoredTensor]) -> None:
 
 
 def _in_functional_call() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") not in FUNCTIONAL:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return any(frame.f_globals.get("__name__") in FUNCTIONAL for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys: Collection[str]) -> None:
     """Raises StateError for parameters that came, or moved, with other modules after the model was compiled: no program has them.
     known: places of the model's own, by the identity of a module's dict and the name there; keys: of their ports."""
     names = [
-        f"{path}.{name}" if path else name
+        full
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None
-        and ((id(module._parameters), name) not in known or (f"parameter:{path}.{name}" if path else f"parameter:{name}") not in keys)
+        for full in [f"{path}.{name}".lstrip(".")]
+        if parameter is not None and ((id(module._parameters), name) not in known or key_of("parameter", full) not in keys)
     ]
     if names:
         raise StateError(
@@ -195,7 +193,7 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
     ranks = world.size()
     said: list[tuple[str, set[str], str]] = [("", set(), "")] * ranks
     dist.all_gather_object(said, (digest, unfilled if dist.get_rank() == 0 else set(), _sample(found)), group=world)
-    other = next((rank for rank in range(ranks) if said[rank][0] != said[0][0]), None)
+    other = first_other([digest for digest, _, _ in said])
     if other is None:
         before = _FIRST_VALUES.setdefault(world, [])
         before.append([values for _, _, values in said])

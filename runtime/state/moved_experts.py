@@ -11,7 +11,6 @@ cannot describe, and have memory of their own only from `sync` to the next step 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from meshc.frontend.expert_placement import COPIES, SLOTS, copies_per_rank, slot
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, key_of
 from meshc.report.rebalance_report import RebalanceReport, plan_layer_move
-from meshc.runtime.comm import collectives, reorder
+from meshc.runtime.comm import reorder
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.state import ownership
 from meshc.runtime.state.stored_tensor import StoredTensor, inverse
@@ -125,14 +124,6 @@ def move(store: Store, layer: ExpertLayer, wanted: ExpertPlacement) -> None:
     layer.move(wanted)
     ownership.own_copies(store.model.get_submodule(layer.path), store)
     store.moves += 1
-
-
-def first_differing_rank(store: Store, said: str) -> int | None:
-    """The first rank whose `said` differs from that of rank 0; None if all are equal. All ranks call this."""
-    world = store.transfers.groups.world
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
-    digests = collectives.all_gather(torch.tensor([digest], dtype=torch.int64, device=store.device), world).wait().tolist()
-    return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
 
 
 def reorder_new_state(parameter: StoredTensor, state: StoredTensor) -> None:

@@ -22,10 +22,19 @@ from meshc.errors import StateError, join_names
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
-from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
+from meshc.optimizer.optimizer import (
+    AnyOptimizer,
+    Optimizers,
+    OptimizerSpec,
+    Slot,
+    attach_state,
+    members_of,
+    parameters_of,
+    replace_parameters,
+)
 from meshc.optimizer.state_formats import alternative_names, convert_state
 from meshc.program.program import Port
-from meshc.runtime.state import moved_experts, ownership
+from meshc.runtime.state import adoption, moved_experts, ownership
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -42,13 +51,10 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
     members = members_of(optimizer)
     fresh_members = refuse_shared(store, members)
     store.forget_states()
-    store.check_storage([port for port in ports if port.key in store.held])
+    adoption.check_storage(store, [port for port in ports if port.key in store.held])
     mine: dict[str, tuple[Tensor, torch.optim.Optimizer]] = {}
     for member in members:
-        for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
-            key = store.parameter_key(parameter)
-            if key is not None:
-                mine[key] = (parameter, member)
+        mine |= {key: (p, member) for p in parameters_of([member]) if (key := store.parameter_key(p)) is not None}
     slots = _slots(store, spec)
     states: dict[int, dict[Tensor, dict[str, Tensor]]] = {id(member): {} for member in members}
     with torch.no_grad():
@@ -78,8 +84,7 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
 def replace_live_parameters(store: Store, optimizer: AnyOptimizer) -> None:
     """Replaces, in optimizers built before the model was compiled, the old parameters by the live ones."""
     for member in members_of(optimizer):
-        held = [p for group in member.param_groups for p in group["params"]]
-        attach_state(member, {p: store.live(p) for p in held if store.parameter_key(p) is not None}, {})
+        attach_state(member, {p: store.live(p) for p in parameters_of([member]) if store.parameter_key(p) is not None}, {})
     _update_wrappers(store, optimizer)
 
 
@@ -105,9 +110,8 @@ def _parameters_of_others(
 ) -> tuple[list[str], str] | None:
     """Names of the members' parameters that an optimizer outside `known` updates, and the class of that one; None without any."""
     others = [one for one in store.optimizers if all(one is not member for member in known)]
-    owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
-    held = {key: type(one).__qualname__ for one, p in owned if (key := store.parameter_key(p)) is not None}
-    keys = [store.parameter_key(p) for member in members for group in member.param_groups for p in group["params"]]
+    held = {key: type(one).__qualname__ for one in others for p in parameters_of([one]) if (key := store.parameter_key(p)) is not None}
+    keys = [store.parameter_key(p) for p in parameters_of(members)]
     twice = [key for key in keys if key is not None and key in held]
     return ([store.held[key].name for key in twice], held[twice[0]]) if twice else None
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, join_names
+from meshc.optimizer.optimizer import parameters_of
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
@@ -295,8 +296,8 @@ def _gather_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, A
 
 def _stores_of(optimizer: torch.optim.Optimizer) -> list[Store]:
     """The stores of compiled modules that have some of the optimizer's parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [store for store in dict.fromkeys(_STORES.values()) if any(store.parameter_key(parameter) for parameter in parameters)]
+    parameters = [*parameters_of([optimizer])]
+    return [store for store in dict.fromkeys(_STORES.values()) if any(map(store.parameter_key, parameters))]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iterator[tuple[str, float]]:
@@ -311,7 +312,7 @@ def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iter
 def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     if not len(_REPLACED):
         return
-    names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]
+    names = [_REPLACED[p] for p in parameters_of([optimizer]) if p in _REPLACED]
     if names:
         raise StateError(
             f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {join_names(names, 4)}\n"

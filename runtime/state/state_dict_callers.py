@@ -13,6 +13,7 @@ third party's function in between makes the guess wrong, which costs one warning
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 import weakref
 from types import FrameType
@@ -80,13 +81,12 @@ def _warn(owner: nn.Module | torch.optim.Optimizer, caller: FrameType, why: str,
         warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
-def _caller(frame: FrameType | None) -> FrameType | str | None:
+def _caller(frame: FrameType) -> FrameType | str | None:
     """The innermost frame outside BETWEEN and other `state_dict`s; for a module of KNOWS its name instead. None without any."""
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
+    for each, _ in traceback.walk_stack(frame):
+        name = str(each.f_globals.get("__name__", ""))
         if f"{name}.".startswith(KNOWS):
             return f"{name}."
-        if not name.startswith(BETWEEN) and frame.f_code.co_name != "state_dict":
-            return frame
-        frame = frame.f_back
+        if not name.startswith(BETWEEN) and each.f_code.co_name != "state_dict":
+            return each
     return None

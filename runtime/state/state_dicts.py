@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
-from meshc.optimizer.optimizer import FIRST, HIDDEN
+from meshc.optimizer.optimizer import FIRST, HIDDEN, parameters_of
 from meshc.optimizer.state_formats import convert_state
-from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
+from meshc.runtime.failure.failed_rank import SETTLED_S, current_board, single_thread_context
 from meshc.runtime.state.whole_state import refuse_parts_of_others
 
 if TYPE_CHECKING:
@@ -67,22 +67,24 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     Raises PeerError if ranks have stepped with different numbers, and StateError if ranks have changed tensors differently; both are
     checked first, so that no wrong state is returned.
     """
-    _agree(store)
-    state: State = {"model": dict(store.model.state_dict())}
-    if store.optimizers:
-        state["optim"] = _optimizer_state(store, store.optimizers)
-    state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
-    hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
-    if hidden:
-        state["meshc"]["hidden"] = hidden
-    return dict(_gather_state(store, state) if full else state)
+    with single_thread_context("state_dict"):
+        _agree(store)
+        state: State = {"model": dict(store.model.state_dict())}
+        if store.optimizers:
+            state["optim"] = _optimizer_state(store, store.optimizers)
+        state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
+        hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
+        if hidden:
+            state["meshc"]["hidden"] = hidden
+        return dict(_gather_state(store, state) if full else state)
 
 
 def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """The model's tensors (those whose names are `wanted`), whole, on the CPU of rank 0; {} elsewhere."""
-    _agree(store)
-    found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
-    return _gather_state(store, {"model": found, "meshc": {}}).get("model", {})
+    with single_thread_context("state_dict"):
+        _agree(store)
+        found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
+        return _gather_state(store, {"model": found, "meshc": {}}).get("model", {})
 
 
 def _agree(store: Store) -> None:
@@ -101,8 +103,11 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
     Plain tensors must be the same on all ranks. "optim" is ignored if no program of the model has an optimizer. Raises
     StateError, before anything is changed, if parameters are missing, unexpected, or of another shape.
     """
-    if not state.keys() & {"model", "optim", "meshc"}:
-        state = {"model": state}
+    with single_thread_context("load_state_dict"):
+        _load(store, state if state.keys() & {"model", "optim", "meshc"} else {"model": state})
+
+
+def _load(store: Store, state: Mapping[str, Any]) -> None:
     store.adopt_changes()
     optim = state.get("optim") if store.optimizers else None
     states = optim["state"] if optim is not None and "state" in optim else {}
@@ -158,7 +163,7 @@ def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:
         return ['"optim" is {"state": {parameter: {slot: tensor}}, "param_groups": [...]}, parameters by name']
     named = {name for group in optim["param_groups"] for name in group["params"]}
     keys = {held.key for name in named if isinstance(name, str) and (held := store.find(key_of("parameter", name))) is not None}
-    mine = [store.parameter_key(parameter) for group in _groups(store) for parameter in group["params"]]
+    mine = map(store.parameter_key, parameters_of(store.optimizers))
     faults = [f"{store.held[key].name} is in none of its param_groups" for key in mine if key is not None and key not in keys]
     for name, slots in optim["state"].items():
         for slot, value in slots.items():
@@ -181,10 +186,6 @@ def _load_model(store: Store, model: Mapping[str, Tensor]) -> None:
             done.add(held.key)
 
 
-def _groups(store: Store) -> list[dict[str, Any]]:
-    return [group for optimizer in store.optimizers for group in optimizer.param_groups]
-
-
 def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, Tensor]) -> None:
     entries: dict[str, Mapping[str, object]] = {}
     for name, slots in optim["state"].items():
@@ -204,7 +205,7 @@ def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, T
             store.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
         else:
             store.reset(held)
-    for group in _groups(store):
+    for group in (group for optimizer in store.optimizers for group in optimizer.param_groups):
         keys = {store.parameter_key(parameter) for parameter in group["params"]}
         for theirs in optim["param_groups"]:
             if any((mine := store.find(key_of("parameter", name))) is not None and mine.key in keys for name in theirs["params"]):

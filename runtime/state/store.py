@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class Store:
         elif mesh != store.mesh:
             raise StateError(f"the model's parameters live on the mesh {store.mesh}: a second program of it cannot be for {mesh}")
         else:
-            store.check_storage(ports)
+            adoption.check_storage(store, ports)
             store.set_owners(owners or {})
         return store
 
@@ -301,20 +301,7 @@ class Store:
 
     # Checkpoints.
 
-    def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """`state_dicts.state_dict` of this store."""
-        with single_thread_context("state_dict"):
-            return state_dicts.state_dict(self, full)
-
-    def whole_model(self, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-        """`state_dicts.whole_model` of this store."""
-        with single_thread_context("state_dict"):
-            return state_dicts.whole_model(self, wanted)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`state_dicts.load_state_dict` into this store."""
-        with single_thread_context("load_state_dict"):
-            state_dicts.load_state_dict(self, state)
+    state_dict, whole_model, load_state_dict = state_dicts.state_dict, state_dicts.whole_model, state_dicts.load_state_dict
 
     def write(self, held: StoredTensor, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor of any sharding, or a plain tensor that is whole and the same on all ranks."""
@@ -405,10 +392,6 @@ class Store:
         """After a change of the stored tensors: rebuilds the checks that precede a run."""
         self._stood = None
         self.changes.renew()
-
-    def check_storage(self, ports: Iterable[Port]) -> None:
-        """Raises StateError where a port requires another storage than the present one."""
-        adoption.check_storage(self.find, ports, self.mesh)
 
     def live(self, parameter: Tensor) -> Tensor:
         """The live tensor of a parameter of this model, live or replaced; any other tensor is returned as it is."""

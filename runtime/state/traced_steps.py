@@ -29,7 +29,7 @@ from meshc.ir import layouts, trees
 from meshc.ir.schemas import RESHAPES
 from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
-from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes
+from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, parameters_of, update_nodes
 from meshc.optimizer.registered_updates import UPDATES
 from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape, with_one_group
 from meshc.optimizer.spec import kind_of
@@ -89,22 +89,14 @@ def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The traces of an optimizer, for its present parameters and the numbers that its Python code branches on."""
-    known = _SPECS.get(optimizer)
-    if known is not None and _spec_parameters(known) == _group_parameters(optimizer) and known.key_of(optimizer) == known.key:
+    known, present = _SPECS.get(optimizer), [*map(id, parameters_of([optimizer]))]
+    if known is not None and [id(p) for group in known.groups for p in group.params] == present and known.key_of(optimizer) == known.key:
         return known
     found = describe(optimizer)
     if any(number_of(slot) for group in found.groups for slots in group.slots for slot in slots):
         raise CompileError("it counts in its groups")
     _SPECS[optimizer] = found.of_live(lambda parameter: parameter)  # which holds no state
     return _SPECS[optimizer]
-
-
-def _spec_parameters(spec: OptimizerSpec) -> list[int]:
-    return [id(parameter) for group in spec.groups for parameter in group.params]
-
-
-def _group_parameters(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

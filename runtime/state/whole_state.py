@@ -14,8 +14,8 @@ The caller is read off the stack, as in `state_dict_callers.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import FrameType
+import traceback
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +27,7 @@ from meshc.errors import StateError, lines_of
 from meshc.frontend.libraries.stock_trainer import is_marked
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
+from meshc.optimizer.optimizer import parameters_of
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.state.random_draws import home_of
@@ -87,9 +88,8 @@ def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:
                 whose = "no rank" if at is None else f"rank {int(mesh.mesh[tuple(at)])}"
                 faults.append(f"{name}, {list(value.shape)}: what {whose} had of it on {_text(mesh)}, loaded on rank {rank} of {ranks}")
     if faults:
-        shown = "\n    ".join(lines_of(faults, 4))
         raise StateError(
-            f"this state has parts of split tensors that are not this rank's:\n    {shown}\n"
+            f"this state has parts of split tensors that are not this rank's:\n    {lines_of(faults, 4)}\n"
             "  why: torch.save of model.state_dict() or optimizer.state_dict() writes of each split tensor what that rank has\n"
             "  what to do: save state = program.state_dict(full=True), which every rank calls and rank 0 writes, or torch.distributed."
             'checkpoint.save({"program": program}, ...);\n  of files that every rank writes for itself, each rank loads its own, on as many'
@@ -139,18 +139,18 @@ def gather_state(store: Store, model: nn.Module, state: MutableMapping[str, Any]
 
 def is_asked_on_all_ranks(model: nn.Module | None = None) -> bool:
     """Whether the present `state_dict` call is one that every rank makes, by the functions on the stack."""
-    for module, function in _calling_functions(sys._getframe(1)):
-        if (module, function) in ON_ALL_RANKS:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        caller = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if caller in ON_ALL_RANKS:
             return True
-        if (module, function) == OF_TRAINER:
+        if caller == OF_TRAINER:
             return model is not None and is_marked(model)
     return False
 
 
 def refuse_parts_in(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, object]]) -> None:
     """`refuse_parts_of_others` of an optimizer's state, by parameter or by its number."""
-    numbered = [p for group in optimizer.param_groups for p in group["params"]]
-    names = {id(p): index for index, p in enumerate(numbered)}
+    names = {id(p): index for index, p in enumerate(parameters_of([optimizer]))}
     refuse_parts_of_others(
         (f"{slot} of parameter {key if isinstance(key, int) else names.get(id(key), '?')}", value)
         for key, slots in state.items()
@@ -161,14 +161,12 @@ def refuse_parts_in(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mappin
 def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Turns whole state of DTensor parameters, and state of another mesh, into DTensors sharded like the parameter."""
     refuse_parts_in(optimizer, optimizer.state)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            home = home_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
-            if home is not None:
-                slots = optimizer.state.get(parameter, {})
-                for name, value in slots.items():
-                    if isinstance(value, Tensor) and not value.is_meta and value.dim() and value.shape == parameter.shape:
-                        slots[name] = _dtensor_like(value, home, parameter, apart=True)
+    for parameter in parameters_of([optimizer]):
+        if isinstance(parameter, DTensor) and (home := home_of(parameter.device_mesh)) is not None:
+            slots = optimizer.state.get(parameter, {})
+            for name, value in slots.items():
+                if isinstance(value, Tensor) and not value.is_meta and value.dim() and value.shape == parameter.shape:
+                    slots[name] = _dtensor_like(value, home, parameter, apart=True)
 
 
 def gather_optimizer_state(store: Store, state: dict[str, Any]) -> dict[str, Any]:
@@ -177,9 +175,3 @@ def gather_optimizer_state(store: Store, state: dict[str, Any]) -> dict[str, Any
         return state
     with together(current_board(), "state_dict"), torch.no_grad():
         return _replace_in_slots(state, lambda value: store.transfers.full(value).cpu())
-
-
-def _calling_functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    while frame is not None:
-        yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
-        frame = frame.f_back

@@ -134,7 +134,7 @@ def test_gradients_of_calls_are_added_up() -> None:
     twin = copy.deepcopy(model)
     first(twin).register_post_accumulate_grad_hook(clamped)
     step = compiled(model, clip_grad_norm=0.05, options={"accumulate": True, "keep_gradients": True})
-    adds = meshc.Program(step.asked.for_accumulation(), step.world)
+    adds = meshc.Program(step.asked.having(adds=True), step.world)
     adds.prepare((), dict(mlp(torch.float64).call_kwargs))
     assert {port.kind for port in adds.compiled.outputs} == {"output", "metric", "state"}
     sums: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def test_a_sum_lies_alike_in_calls_that_step_and_in_those_that_do_not(build: Any
     step = meshc.TrainStep(model, optimizer=build(model.parameters(), lr=1e-2), loss=F.cross_entropy)
     options = meshc.Options(training=meshc.Training(keep_gradients=True, accumulate=True))
     program = meshc.compile(step, meshc.Mesh("tp=2"), args=(x,), kwargs={"target": x}, options=options)
-    adds = meshc.Program(program.asked.for_accumulation(), program.world)
+    adds = meshc.Program(program.asked.having(adds=True), program.world)
     adds.prepare((x,), {"target": x})
     wanted = {port.key: str(port.sharding) for port in program.compiled.inputs if port.kind == "state"}
     found = {port.key: str(port.sharding) for port in adds.compiled.inputs if port.kind == "state"}
@@ -192,7 +192,7 @@ def test_over_a_pipeline() -> None:
     options = meshc.Options(training=meshc.Training(keep_gradients=True, accumulate=True))
     program = meshc.compile(step, meshc.Mesh("pp=2,dp=2"), kwargs=case.call_kwargs, options=options)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
-    adds = meshc.Program(program.asked.for_accumulation(), program.world)
+    adds = meshc.Program(program.asked.having(adds=True), program.world)
     adds.prepare((), dict(case.call_kwargs))
     sums = [port.name for port in adds.compiled.outputs if port.kind == "state"]
     assert len(sums) == len(dict(case.model.named_parameters())) and all(name.endswith("/meshc.sum") for name in sums)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshc
-from meshc.runtime.run.prefetch import prefetch_batches
+from meshc.runtime.run.prefetch import Prefetched
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_each_epoch_has_the_loaders_batches_in_order() -> None:
     data = TensorDataset(torch.arange(10).unsqueeze(1), torch.arange(10))
     loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
     twin = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
-    ahead = prefetch_batches(loader, CPU, 2)
+    ahead = Prefetched(loader, CPU, 2)
     assert len(ahead) == 3
     for _ in range(2):
         for ours, theirs in zip(ahead, twin, strict=True):
@@ -40,9 +40,9 @@ def test_each_epoch_has_the_loaders_batches_in_order() -> None:
 
 def test_structures_stay() -> None:
     batch = {"pair": Pair(torch.ones(2), "a"), "rest": [1, None, torch.zeros(())]}
-    (found,) = prefetch_batches([batch], CPU, 1)
+    (found,) = Prefetched([batch], CPU, 1)
     assert type(found["pair"]) is Pair and found["pair"].name == "a" and found["rest"][:2] == [1, None]
-    (moved,) = prefetch_batches([batch], torch.device("meta"), 1)
+    (moved,) = Prefetched([batch], torch.device("meta"), 1)
     assert moved["pair"].x.is_meta and moved["rest"][2].is_meta and not batch["pair"].x.is_meta
 
 
@@ -54,7 +54,7 @@ def test_the_next_are_loaded_meanwhile_and_no_more() -> None:
             loaded.append(number)
             yield number
 
-    running = iter(prefetch_batches(batches(), CPU, 2))
+    running = iter(Prefetched(batches(), CPU, 2))
     assert next(running) == 0
     deadline = time.monotonic() + 10
     while len(loaded) < 4 and time.monotonic() < deadline:  # one is in the loop, two are ready, one waits for its place
@@ -71,7 +71,7 @@ def test_an_error_comes_where_its_batch_would_have() -> None:
 
     taken = []
     with pytest.raises(ValueError, match="the second file is missing"):
-        for number in prefetch_batches(batches(), CPU, 2):
+        for number in Prefetched(batches(), CPU, 2):
             taken.append(number)
     assert taken == [0] and threads() == 0
 
@@ -81,7 +81,7 @@ def test_a_loop_that_is_left_leaves_no_thread() -> None:
         while True:
             yield 1
 
-    for _ in prefetch_batches(batches(), CPU, 3):
+    for _ in Prefetched(batches(), CPU, 3):
         break
     else:
         raise AssertionError
@@ -93,4 +93,4 @@ def test_a_loop_that_is_left_leaves_no_thread() -> None:
 
 def test_none_ahead_is_refused() -> None:
     with pytest.raises(meshc.InputError, match="ahead=0"):
-        prefetch_batches([1], CPU, 0)
+        Prefetched([1], CPU, 0)
