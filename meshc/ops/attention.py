@@ -22,16 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from meshc.ops import attention_cuda, attention_masked_blocks, attention_spans, double_backward, explicit_attention
 from meshc.ops.attention_in_full import in_full
-from meshc.ops.definition import operator
+from meshc.ops.definition import misfit, operator
 from meshc.ops.explicit_attention import CausalWindow, Draws
-from meshc.ops.operands import misfit
 from meshc.ops.random import dropout
 
 aten: Final = torch.ops.aten
@@ -42,13 +41,54 @@ def _rows(*heads: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
-@operator("attention", results=lambda q, k, v, *_: _empty(q, v), fit=lambda *given: _fit("attention", *given))
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised `(out, lse)` with the strides of the kernels' results."""
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if q.is_cuda:
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        return out, q.new_empty(q.shape[:3], dtype=accumulate)
+    # the CPU kernel's output has the strides of the queries; its sums are ordered by row, then head
+    return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
+
+
+def _spreads(bias: Tensor, shape: tuple[int, ...]) -> bool:
+    return bias.dim() == 4 and all(mine in (1, size) for mine, size in zip(bias.shape, shape, strict=True))
+
+
+def _fit(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, grad: Tensor | None = None, out: Tensor | None = None,
+    lse: Tensor | None = None, causal: bool = False, window: int = 0, offset: int = 0, real: int | None = None,
+    seed_step: Tensor | None = None, local_shape: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless sizes match: the CPU kernel indexes keys, values and bias by the queries' sizes."""
+    fits = q.dim() == k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]
+    fits = fits and v.shape == k.shape and q.dtype == k.dtype == v.dtype
+    if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
+        rule = "k and v are like q but for their number of keys, and a bias [batch|1, heads|1, queries|1, keys|1] is of these sizes"
+        raise misfit(operator, rule, q=q, k=k, v=v, bias=bias)
+    if (seed_step is not None or local_shape) and (
+        seed_step is None or math.prod(local_shape or ()) != q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    ):
+        rule = f"the local shape {list(local_shape or ())} holds a draw for each weight, and there is a seed_step; or there is neither"
+        raise misfit(operator, rule, q=q, k=k, seed_step=seed_step)
+    if grad is not None and out is not None and lse is not None:
+        sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+        fits = grad.shape == q.shape == out.shape and lse.shape == q.shape[:3] and grad.dtype == q.dtype == out.dtype and lse.dtype == sums
+        if not fits:
+            rule = f"grad and out are like q, lse {sums} and like q without its last dim"
+            raise misfit(operator, rule, q=q, grad=grad, out=out, lse=lse)
+    if real is not None and not 0 <= real <= k.shape[2]:
+        raise ValueError(f"meshc::attention: {real} of {k.shape[2]} positions are keys")
+    if (window or offset) and not causal or window < 0 or offset < 0 or causal and bias is not None:
+        raise ValueError("meshc::attention: a window or an offset says what a causal mask without a bias is")
+
+
+@operator("attention", results=_empty, fit=_fit)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0,
     first: int = 0, real: int | None = None, seed_step: Tensor | None = None, call: int = 0, p: float = 0.0,
     global_shape: Sequence[int] | None = None, local_shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(k, bias, causal, window, offset, real)
     at = start + offset - first
     if seed_step is not None:
         out, lse = _empty(q, v)
@@ -67,13 +107,6 @@ def attention(
         kernel = partial(_kernel, scale)
         attention_spans.forward(kernel, q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], window, at + rows.start)
     return out, lse
-
-
-def _check(k: Tensor, bias: Tensor | None, causal: bool, window: int, offset: int, real: int | None) -> None:
-    if real is not None and not 0 <= real <= k.shape[2]:
-        raise ValueError(f"meshc::attention: {real} of {k.shape[2]} positions are keys")
-    if (window or offset) and not causal or window < 0 or offset < 0 or causal and bias is not None:
-        raise ValueError("meshc::attention: a window or an offset says what a causal mask without a bias is")
 
 
 def _real_keys(k: Tensor, v: Tensor, bias: Tensor | None, real: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -99,35 +132,6 @@ def _no_visible_keys(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Ten
     return out.masked_fill_(dark.unsqueeze(-1), 0), lse.masked_fill_(dark, -math.inf)
 
 
-def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: Any) -> None:
-    """Raises ValueError unless sizes match: the CPU kernel indexes keys, values and bias by the queries' sizes. `how`: the arguments from
-    `causal` on."""
-    fits = q.dim() == k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]
-    fits = fits and v.shape == k.shape and q.dtype == k.dtype == v.dtype
-    if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
-        rule = "k and v are like q but for their number of keys, and a bias [batch|1, heads|1, queries|1, keys|1] is of these sizes"
-        raise misfit(operator, rule, q=q, k=k, v=v, bias=bias)
-    seed_step, _, _, _, local_shape, _ = (*how[7:], *[None] * 6)[:6]
-    if (seed_step is not None or local_shape) and (
-        seed_step is None or math.prod(local_shape or ()) != q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    ):
-        rule = f"the local shape {list(local_shape or ())} holds a draw for each weight, and there is a seed_step; or there is neither"
-        raise misfit(operator, rule, q=q, k=k, seed_step=seed_step)
-
-
-def _spreads(bias: Tensor, shape: tuple[int, ...]) -> bool:
-    return bias.dim() == 4 and all(mine in (1, size) for mine, size in zip(bias.shape, shape, strict=True))
-
-
-def _fit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *how: Any) -> None:
-    _fit("attention_backward", q, k, v, bias, *how)
-    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    fits = grad.shape == q.shape == out.shape and lse.shape == q.shape[:3] and grad.dtype == q.dtype == out.dtype and lse.dtype == sums
-    if not fits:
-        rule = f"grad and out are like q, lse {sums} and like q without its last dim"
-        raise misfit("attention_backward", rule, q=q, grad=grad, out=out, lse=lse)
-
-
 def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     if _sees_nothing(q, k):
         out, lse = _empty(q, v)
@@ -151,17 +155,7 @@ def _sees_nothing(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
 
-def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised `(out, lse)` with the strides of the kernels' results."""
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if q.is_cuda:
-        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-        return out, q.new_empty(q.shape[:3], dtype=accumulate)
-    # the CPU kernel's output has the strides of the queries; its sums are ordered by row, then head
-    return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
-
-
-@operator("attention_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_backward)
+@operator("attention_backward", results=lambda q, k, v: (_like(q), _like(k), _like(v)), fit=_fit)
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float,
     window: int = 0, offset: int = 0, start: int = 0, first: int = 0, real: int | None = None, seed_step: Tensor | None = None,
@@ -171,7 +165,6 @@ def attention_backward(
     if seed_step is not None:
         how = causal, scale, window, offset, start, first, real, (seed_step, call, p, global_shape, local_shape, offsets)
         return _backward_by_weights(grad, q, k, v, bias, out, lse, *how, None)
-    _check(k, bias, causal, window, offset, real)
     whole = k
     k, v, bias = _real_keys(k, v, bias, real)
     if real is not None:
@@ -191,11 +184,9 @@ def attention_backward(
 
 @operator(
     "attention_bias_backward",
-    results=lambda grad, q, k, v, bias, *_: (
-        _like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format),
-    ),
-    fit=_fit_backward,
-)  # fmt: skip
+    results=lambda q, k, v, bias: (_like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format)),
+    fit=_fit,
+)
 def attention_bias_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int = 0,
     offset: int = 0, start: int = 0, first: int = 0, real: int | None = None, seed_step: Tensor | None = None, call: int = 0,
@@ -212,7 +203,6 @@ def _backward_by_weights(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     offset: int, start: int, first: int, real: int | None, draws: Draws, dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(k, bias, causal, window, offset, real)
     sees = CausalWindow(q.shape[2], k.shape[2] if real is None else real, causal, window, start + offset - first)
     return explicit_attention.backward(grad, q, k, v, bias, out, lse, scale, sees, draws, _zeros_like, dbias)
 

@@ -16,19 +16,13 @@ import torch
 from torch import Tensor
 
 from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
-
-
-def _fit(parts: Tensor) -> None:
-    if parts.dim() != 5 or not parts.shape[0] or parts.shape[-1] < 2 or parts.dtype not in (torch.float32, torch.float64):
-        rule = "parts are [parts, batch, heads, queries, head + 1], one at least, in float32 or float64"
-        raise misfit("attention_join", rule, parts=parts)
 
 
 @operator(
     "attention_join",
     results=lambda parts: (parts.new_empty((*parts.shape[1:-1], parts.shape[-1] - 1)), parts.new_empty(parts.shape[1:-1])),
-    fit=_fit,
+    fit="parts:float [count, batch, heads, queries, width], count >= 1, width >= 2",
+    rule="parts are [parts, batch, heads, queries, head + 1], one at least, in float32 or float64",
 )
 def attention_join(parts: Tensor) -> tuple[Tensor, Tensor]:
     made, sums = parts[..., :-1], parts[..., -1]
@@ -40,20 +34,14 @@ def attention_join(parts: Tensor) -> tuple[Tensor, Tensor]:
     return out, total.log() + top
 
 
-def _fit_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    fits = out.dim() == 4 and out.shape == more.shape and lse.shape == more_lse.shape == out.shape[:3]
-    if not fits or lse.dtype != more_lse.dtype or lse.dtype not in (torch.float32, torch.float64):
-        rule = "both are [batch, heads, queries, head], with a sum of exponentials in float32 or float64 for each query"
-        raise misfit("attention_merge", rule, out=out, lse=lse, more=more, more_lse=more_lse)
-
-
 @operator(
     "attention_merge",
     results=lambda out, lse, more, more_lse: (
         torch.lerp(more.to(lse.dtype), out.to(lse.dtype), lse.unsqueeze(-1)), torch.logaddexp(lse, more_lse),
     ),
-    fit=_fit_merge,
-)
+    fit="out [batch, heads, q, head], lse:float [batch, heads, q], more [batch, heads, q, head], more_lse:lse [batch, heads, q]",
+    rule="both are [batch, heads, queries, head], with a sum of exponentials in float32 or float64 for each query",
+)  # fmt: skip
 def attention_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     apart = torch.where(lse == more_lse, 0, lse - more_lse)  # minus infinities too
     joined = torch.lerp(more.to(lse.dtype), out.to(lse.dtype), torch.sigmoid(apart).unsqueeze(-1))

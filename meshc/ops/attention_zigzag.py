@@ -24,15 +24,22 @@ import torch
 from torch import Tensor
 
 from meshc.ir.sharding import zigzag_halves
-from meshc.ops.attention import _empty, _fit, _fit_backward, _like, _zeros_like, attention, attention_backward, pad_gradient
+from meshc.ops.attention import _empty, _fit, _like, _zeros_like, attention, attention_backward, pad_gradient
 from meshc.ops.attention_join import attention_merge
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator
 
 _forward, _backward, _merge = attention._init_fn, attention_backward._init_fn, attention_merge._init_fn
 
 
-@operator("attention_zigzag", results=lambda q, k, v, *_: _empty(q, v), fit=lambda q, k, v, *_: _fit_tiles("attention_zigzag", q, k, v))
+def _fit_tiles(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None
+) -> None:
+    _fit(operator, q, k, v, None, grad, out, lse)
+    if q.shape[2] != k.shape[2]:
+        raise misfit(operator, "tiles of queries and of keys are as long", q=q, k=k)
+
+
+@operator("attention_zigzag", results=_empty, fit=_fit_tiles)
 def attention_zigzag(
     q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int, length: int
 ) -> tuple[Tensor, Tensor]:
@@ -75,18 +82,7 @@ def halves(tile: int, place: int, ranks: int) -> list[tuple[slice, int]]:
     return [(slice(0, keep), first), (slice(keep, tile), second)]
 
 
-def _fit_tiles(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    _fit(operator, q, k, v, None)
-    if q.shape[2] != k.shape[2]:
-        raise misfit(operator, "tiles of queries and of keys are as long", q=q, k=k)
-
-
-def _fit_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: object) -> None:
-    _fit_backward(grad, q, k, v, None, out, lse)
-    _fit_tiles("attention_zigzag_backward", q, k, v)
-
-
-@operator("attention_zigzag_backward", results=lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)), fit=_fit_gradients)
+@operator("attention_zigzag_backward", results=lambda q, k, v: (_like(q), _like(k), _like(v)), fit=_fit_tiles)
 def attention_zigzag_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int,
     length: int,

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 
 from meshc.errors import InputError
-from meshc.ops.definition import operator
-from meshc.ops.expert_groups import INTEGERS
-from meshc.ops.operands import misfit
+from meshc.ops.definition import operator, ops
 
 
 @operator(
-    "bounded_choices",
-    results=lambda choice, groups, each, places, *_: tuple(
-        choice.new_empty((groups, choice.shape[0], places), dtype=dtype) for dtype in (choice.dtype, torch.int64)
-    ),
-    fit=lambda choice, groups, each, places, *_: _fit_choices(choice, groups, each, places),
-)
+    "bounded_choices", "choice [groups, b, places], choice:int64 [groups, b, places]",
+    "choice:integer [b, s, k], groups >= 0, each >= 1, places >= 0",
+    rule="integers [b, s, k] choose among {groups} groups, 0 or more, of {each}, 1 or more, with {places} places, 0 or more",
+)  # fmt: skip
 def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
     """Places of `groups` groups from number `first` on, of `all_groups`; `at`: the place in the model, for the error."""
     rows, tokens, chosen = choice.shape
@@ -42,12 +38,6 @@ def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: 
         order = torch.nn.functional.pad(order, [0, places - order.shape[2]])
     there = ordered < each
     return torch.where(there, ordered, -1), torch.where(there, order, -1)
-
-
-def _fit_choices(choice: Tensor, groups: int, each: int, places: int) -> None:
-    if choice.dim() != 3 or choice.dtype not in INTEGERS or groups < 0 or each < 1 or places < 0:
-        rule = f"integers [b, s, k] choose among {groups} groups, 0 or more, of {each}, 1 or more, with {places} places, 0 or more"
-        raise misfit("bounded_choices", rule, choice=choice)
 
 
 def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> None:
@@ -74,39 +64,36 @@ def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> 
     raise error
 
 
-def _fit_to(x: Tensor, place: Tensor, chosen: int) -> None:
-    if x.dim() != 3 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[1] != x.shape[0] or chosen < 1:
-        raise misfit("to_places", f"tokens [b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
-
-
-@operator("to_places", results=lambda x, place, *_: x.new_empty((*place.shape, x.shape[2])), fit=_fit_to)
+@operator(
+    "to_places", "x [q, b, p, h]", "x [b, s, h], place:int64 [q, b, p], chosen >= 1",
+    rule="tokens [b, s, h] have places [q, b, p] of {chosen} choices, 1 or more",
+    gradient=lambda grad, shape, place, chosen: ops.from_places(grad, place, shape[1], chosen),
+)  # fmt: skip
 def to_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     return _gather_tokens(x.unsqueeze(0).expand(place.shape[0], -1, -1, -1), place, chosen)
 
 
-def _fit_in(x: Tensor, place: Tensor, chosen: int) -> None:
-    if x.dim() != 4 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[:2] != x.shape[:2] or chosen < 1:
-        raise misfit("in_places", f"tokens [q, b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
-
-
-@operator("in_places", results=lambda x, place, *_: x.new_empty((*place.shape, x.shape[3])), fit=_fit_in)
+@operator(
+    "in_places", "x [q, b, p, h]", "x [q, b, s, h], place:int64 [q, b, p], chosen >= 1",
+    rule="tokens [q, b, s, h] have places [q, b, p] of {chosen} choices, 1 or more",
+)  # fmt: skip
 def in_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     """`to_places` for tokens that each group already has: [q, b, s, h] -> [q, b, p, h]."""
     return _gather_tokens(x, place, chosen)
 
 
-def _fit_from(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> None:
-    if rows.dim() != 4 or rows.shape[:3] != place.shape or place.dtype != torch.int64 or tokens < 0 or chosen < 1:
-        rule = f"rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
-        raise misfit("from_places", rule, rows=rows, place=place)
+_ROWS = "rows [q, b, p, h], place:int64 [q, b, p], tokens >= 0, chosen >= 1"
+_RULE = "rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
 
 
-@operator("from_places", results=lambda rows, place, tokens, *_: rows.new_empty(rows.shape[1], tokens, rows.shape[3]), fit=_fit_from)
+@operator(
+    "from_places", "rows [b, tokens, h]", _ROWS, rule=_RULE, gradient=lambda grad, place, chosen: ops.to_places(grad, place, chosen)
+)
 def from_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     return _scatter_add_rows(rows, place, tokens, chosen).sum(0)
 
 
-@operator("over_places", results=lambda rows, place, tokens, *_: rows.new_empty(*rows.shape[:2], tokens, rows.shape[3]), fit=_fit_from)
+@operator("over_places", "rows [q, b, tokens, h]", _ROWS, rule=_RULE)
 def over_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     """`from_places` without the sum over groups: [q, b, p, h] -> [q, b, s, h]."""
     return _scatter_add_rows(rows, place, tokens, chosen)
@@ -127,20 +114,3 @@ def _scatter_add_rows(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> 
     there = (place >= 0) & (place < tokens * chosen)
     token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
     return made.scatter_add_(2, token.expand(-1, -1, -1, rows.shape[3]), torch.where(there.unsqueeze(3), rows, 0.0))
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(inputs[1])
-    ctx.tokens, ctx.chosen = inputs[0].shape[1], inputs[-1]
-
-
-def _to_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return from_places(grad, ctx.saved_tensors[0], ctx.tokens, ctx.chosen), None, None
-
-
-def _from_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return to_places(grad, ctx.saved_tensors[0], ctx.chosen), None, None, None
-
-
-to_places.register_autograd(_to_backward, setup_context=_save)
-from_places.register_autograd(_from_backward, setup_context=_save)

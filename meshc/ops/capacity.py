@@ -15,24 +15,20 @@ from torch import Tensor
 
 from meshc.errors import InputError
 from meshc.ops.definition import operator
-from meshc.ops.expert_groups import INTEGERS
-from meshc.ops.operands import misfit
 
 
 @operator(
-    "counts_of_rows",
-    results=lambda choice, experts: choice.new_empty(choice.shape[0], experts, dtype=torch.int64),
-    fit=lambda choice, experts: _fit(choice, experts, 1, "counts_of_rows"),
-)
+    "counts_of_rows", "choice:int64 [b, experts]", "choice:integer [b, s, k], experts >= 1",
+    rule="integers [b, s, k] choose one of {experts} experts, 1 or more",
+)  # fmt: skip
 def counts_of_rows(choice: Tensor, experts: int) -> Tensor:
     return _counts(choice.flatten(1), experts)
 
 
 @operator(
-    "first_choices",
-    results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format),
-    fit=lambda choice, before, capacity, *_: _fit_first(choice, before, capacity),
-)
+    "first_choices", "choice", "choice:integer [b, s, k], before:int64 [b, experts], experts >= 1, capacity >= 1",
+    rule="integers [b, s, k] choose experts, each for {capacity} tokens, 1 or more, and have counts [b, experts]",
+)  # fmt: skip
 def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, at: str) -> Tensor:
     """`at`: where in the model, for the error."""
     flat, experts = choice.flatten(1), before.shape[1]
@@ -44,10 +40,9 @@ def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, a
 
 
 @operator(
-    "heaviest_choices",
-    results=lambda choice, *_: torch.empty_like(choice, memory_format=torch.contiguous_format),
-    fit=lambda choice, weights, experts, capacity, *_: _fit_heaviest(choice, weights, experts, capacity),
-)
+    "heaviest_choices", "choice", "choice:integer [b, s, k], weights [b, s, k], experts >= 1, capacity >= 1",
+    rule="integers [b, s, k], which have weights, choose one of {experts} experts, 1 or more, each for {capacity} tokens, 1 or more",
+)  # fmt: skip
 def heaviest_choices(choice: Tensor, weights: Tensor, experts: int, capacity: int, strict: bool, at: str) -> Tensor:
     """`at`: where in the model, for the error."""
     flat = choice.flatten(1)
@@ -88,21 +83,3 @@ def _refuse_more(counts: Tensor, capacity: int, at: str) -> None:
         f"{at or 'a layer'}: expert {expert} is chosen by {int(counts.max())} tokens of group {row}, and takes {capacity}\n"
         '  what to do: a higher Options(experts=Experts(capacity=)), or overflow="drop" or "pass"'
     )
-
-
-def _fit(choice: Tensor, experts: int, capacity: int, name: str) -> None:
-    if choice.dim() != 3 or choice.dtype not in INTEGERS or experts < 1 or capacity < 1:
-        rule = f"integers [b, s, k] choose one of {experts} experts, 1 or more, each for {capacity} tokens, 1 or more"
-        raise misfit(name, rule, choice=choice)
-
-
-def _fit_first(choice: Tensor, before: Tensor, capacity: int) -> None:
-    _fit(choice, before.shape[1] if before.dim() == 2 else 0, capacity, "first_choices")
-    if before.dtype != torch.int64 or before.shape[0] != choice.shape[0]:
-        raise misfit("first_choices", "choices [b, s, k] have counts [b, experts]", choice=choice, before=before)
-
-
-def _fit_heaviest(choice: Tensor, weights: Tensor, experts: int, capacity: int) -> None:
-    _fit(choice, experts, capacity, "heaviest_choices")
-    if weights.shape != choice.shape:
-        raise misfit("heaviest_choices", "each of the choices [b, s, k] has a weight", choice=choice, weights=weights)

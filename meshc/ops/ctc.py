@@ -17,41 +17,14 @@ Graves, Fernandez, Gomez, Schmidhuber: Connectionist Temporal Classification (IC
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshc.errors import InputError
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator, ops
 
 aten = torch.ops.aten
-
-
-@operator(
-    "ctc_loss",
-    results=lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1:2]),
-    fit=lambda log_probs, targets, frames, lengths, blank, *_: _fit("ctc_loss", log_probs, targets, frames, lengths, blank),
-)
-def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    loss, _ = aten._ctc_loss.default(log_probs, targets, *_numbers("ctc_loss", log_probs, targets, frames, lengths), blank, zero_infinity)
-    return torch.where(loss.isinf(), 0, loss) if zero_infinity else loss.clone()
-
-
-@operator(
-    "ctc_loss_backward",
-    results=lambda grad, log_probs, *_: torch.empty_like(log_probs, memory_format=torch.contiguous_format),
-    fit=lambda grad, log_probs, targets, frames, lengths, blank, *_: _fit(
-        "ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad
-    ),
-)
-def ctc_loss_backward(
-    grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
-) -> Tensor:
-    how = _numbers("ctc_loss_backward", log_probs, targets, frames, lengths)
-    loss, alpha = aten._ctc_loss.default(log_probs, targets, *how, blank, zero_infinity)
-    return aten._ctc_loss_backward.default(grad.contiguous(), log_probs, targets, *how, loss, alpha, blank, zero_infinity).contiguous()
 
 
 def _fit(
@@ -69,6 +42,28 @@ def _fit(
         raise misfit(operator, "grad is a number a row, of the dtype of log_probs", **given)
     if not 0 <= blank < classes:
         raise misfit(operator, f"blank is a class, 0 to {classes - 1}", **given)
+
+
+@operator(
+    "ctc_loss",
+    results=lambda log_probs: log_probs.new_empty(log_probs.shape[1:2]),
+    fit=_fit,
+    gradient=lambda grad, log_probs, targets, frames, lengths, blank, zero_infinity: ops.ctc_loss_backward(
+        grad, log_probs, targets, frames, lengths, blank, zero_infinity
+    ),
+)
+def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    loss, _ = aten._ctc_loss.default(log_probs, targets, *_numbers("ctc_loss", log_probs, targets, frames, lengths), blank, zero_infinity)
+    return torch.where(loss.isinf(), 0, loss) if zero_infinity else loss.clone()
+
+
+@operator("ctc_loss_backward", results="log_probs", fit=_fit)
+def ctc_loss_backward(
+    grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    how = _numbers("ctc_loss_backward", log_probs, targets, frames, lengths)
+    loss, alpha = aten._ctc_loss.default(log_probs, targets, *how, blank, zero_infinity)
+    return aten._ctc_loss_backward.default(grad.contiguous(), log_probs, targets, *how, loss, alpha, blank, zero_infinity).contiguous()
 
 
 def _numbers(operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
@@ -89,18 +84,6 @@ def _numbers(operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, 
         if wrong is not None:
             raise InputError(f"meshc::{operator}: {what} may be 0 to {most}, and one is {wrong}\n  what to do: {advice}")
     return of_frames, of_targets
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.blank, ctx.zero_infinity = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return ctc_loss_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), None, None, None, None, None
-
-
-ctc_loss.register_autograd(_backward, setup_context=_setup)
 
 
 def loss_of_rows(

@@ -22,59 +22,66 @@ Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv:2412.06464).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from meshc.ops.definition import operator
+from meshc.ops.definition import misfit, operator
 from meshc.ops.delta_rule_chunks import Chunks
-from meshc.ops.operands import misfit
 from meshc.ops.turns import turn
 
 
-@operator(
-    "delta_rule",
-    results=lambda q, k, v, e, g, before: (v.new_empty(v.shape), _state(k, v)),
-    fit=lambda q, k, v, e, g, before: _fit("delta_rule", k, v, e, g, q=q, states={"before": before}),
-)
+def _state(k: Tensor, v: Tensor) -> Tensor:
+    return v.new_empty((*k.shape[:-2], k.shape[-1], v.shape[-1]))
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    return *(x.new_empty(x.shape) for x in (q, k, v, e, g)), _state(k, v)
+
+
+def _alike(first: Tensor, *others: Tensor) -> bool:
+    return first.dtype in (torch.float32, torch.float64) and all((x.dtype, x.device) == (first.dtype, first.device) for x in others)
+
+
+def _fit(
+    operator: str, k: Tensor, v: Tensor, e: Tensor, g: Tensor, q: Tensor | None = None, grad: Tensor | None = None,
+    before: Tensor | None = None, begin: Tensor | None = None, after: Tensor | None = None, handed: Tensor | None = None,
+    along: int | None = None, parts: int = 1,
+) -> None:  # fmt: skip
+    everything = {"k": k, "e": e, "q": q, "v": v, "grad": grad, "g": g, "before": before, "begin": begin, "after": after, "handed": handed}
+    given = {name: x for name, x in everything.items() if x is not None}
+    state = (*k.shape[:-2], k.shape[-1], v.shape[-1]) if k.dim() > 1 and v.dim() > 1 else ()
+    shapes = {"e": k.shape, "q": k.shape, "v": (*k.shape[:-1], *v.shape[-1:]), "grad": v.shape, "g": k.shape[:-1], "k": k.shape}
+    if not state or any(x.shape != shapes.get(name, state) for name, x in given.items()) or not _alike(*given.values()):
+        rule = "q, k, e are [..., t, keys], v and grad [..., t, values], g [..., t], states [..., keys, values], all float32 or float64"
+        raise misfit(operator, rule, **given)
+    if along is not None and along >= max(k.dim() - 2, parts == 1):
+        raise misfit(operator, f"{along} is a dim of rows or heads, before those of positions and keys", k=k)
+
+
+@operator("delta_rule", results=lambda k, v: (v.new_empty(v.shape), _state(k, v)), fit=_fit)
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     return Chunks(k, v, e, g).forward(q, before)
 
 
-@operator(
-    "delta_rule_backward",
-    results=lambda grad, q, k, v, e, g, before, after: _empty_gradients(q, k, v, e, g),
-    fit=lambda grad, q, k, v, e, g, before, after: _fit(
-        "delta_rule_backward", k, v, e, g, q=q, grad=grad, states={"before": before, "after": after}
-    ),
-)  # fmt: skip
+@operator("delta_rule_backward", results=_empty_gradients, fit=_fit)
 def delta_rule_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return Chunks(k, v, e, g).backward(grad, q, before, after)
 
 
-@operator(
-    "delta_rule_end",
-    results=lambda k, v, e, g: (_state(k, k), _state(k, v)),
-    fit=lambda k, v, e, g: _fit("delta_rule_end", k, v, e, g),
-)
+@operator("delta_rule_end", results=lambda k, v: (_state(k, k), _state(k, v)), fit=_fit)
 def delta_rule_end(k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return Chunks(k, v, e, g).end()
 
 
-@operator(
-    "delta_rule_ends",
-    results=lambda grad, q, k, v, e, g: (_state(k, k), _state(k, v), _state(k, v)),
-    fit=lambda grad, q, k, v, e, g: _fit("delta_rule_ends", k, v, e, g, q=q, grad=grad),
-)
+@operator("delta_rule_ends", results=lambda k, v: (_state(k, k), _state(k, v), _state(k, v)), fit=_fit)
 def delta_rule_ends(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     chunks = Chunks(k, v, e, g)
     return *chunks.end(), chunks.start(grad, q)
 
 
-def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> None:
+def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None) -> None:
     fits = products.dim() > 2 and added.shape[:-1] == products.shape[:-1] and products.shape[-1] == products.shape[-2]
     given = () if edge is None else (edge,)
     if not fits or not _alike(products, added, *given) or any(x.shape != added.shape[1:] for x in given):
@@ -82,7 +89,7 @@ def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, 
         raise misfit("delta_rule_join", rule, products=products, added=added, edge=edge)
 
 
-@operator("delta_rule_join", results=lambda products, added, *_: added.new_empty(added.shape[1:]), fit=_fit_join)
+@operator("delta_rule_join", results=lambda added: added.new_empty(added.shape[1:]), fit=_fit_join)
 def delta_rule_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
     """State behind the stretches along dim 0, in order; reversed, from the last, with products transposed."""
     state = torch.zeros_like(added[0]) if edge is None else edge.clone()
@@ -97,18 +104,9 @@ OPERANDS = dict.fromkeys("qkveg")
 """Of which turns take a part along the dim `along`, one of rows or heads."""
 
 
-def _fit_turn(operator: str, along: int, parts: int, k: Tensor, **given: Any) -> None:
-    _fit(operator, k, **given)
-    if along >= max(k.dim() - 2, parts == 1):
-        raise misfit(operator, f"{along} is a dim of rows or heads, before those of positions and keys", k=k)
-
-
 @turn(
-    "delta_rule_turn", rows={**OPERANDS, "before": None}, edge="before", back=lambda **_: False,
-    results=lambda k, v, **_: (v.new_empty(v.shape), _state(k, v)),
-    fit=lambda q, k, v, e, g, handed, along, parts, **_: _fit_turn(
-        "delta_rule_turn", along, parts, k, v=v, e=e, g=g, q=q, states={"handed": handed}
-    ),
+    "delta_rule_turn", rows={**OPERANDS, "before": None}, edge="before", back=lambda: False,
+    results=lambda k, v: (v.new_empty(v.shape), _state(k, v)), fit=_fit,
 )  # fmt: skip
 def delta_rule_turn(
     q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, handed: Tensor | None, along: int
@@ -117,11 +115,8 @@ def delta_rule_turn(
 
 
 @turn(
-    "delta_rule_state_turn", rows={**dict.fromkeys("kveg"), "before": None}, edge="before", back=lambda **_: False,
-    results=lambda k, v, **_: (_state(k, v),),
-    fit=lambda k, v, e, g, handed, along, parts, **_: _fit_turn(
-        "delta_rule_state_turn", along, parts, k, v=v, e=e, g=g, states={"handed": handed}
-    ),
+    "delta_rule_state_turn", rows={**dict.fromkeys("kveg"), "before": None}, edge="before", back=lambda: False,
+    results=lambda k, v: (_state(k, v),), fit=_fit,
 )  # fmt: skip
 def delta_rule_state_turn(
     k: Tensor, v: Tensor, e: Tensor, g: Tensor, before: Tensor | None, handed: Tensor | None, along: int
@@ -130,11 +125,8 @@ def delta_rule_state_turn(
 
 
 @turn(
-    "delta_rule_backward_turn", rows={"grad": None, **OPERANDS, "begin": None, "after": None}, edge="after", back=lambda **_: True,
-    results=lambda q, k, v, e, g, **_: _empty_gradients(q, k, v, e, g),
-    fit=lambda grad, q, k, v, e, g, begin, handed, along, parts, **_: _fit_turn(
-        "delta_rule_backward_turn", along, parts, k, v=v, e=e, g=g, q=q, grad=grad, states={"begin": begin, "handed": handed}
-    ),
+    "delta_rule_backward_turn", rows={"grad": None, **OPERANDS, "begin": None, "after": None}, edge="after", back=lambda: True,
+    results=_empty_gradients, fit=_fit,
 )  # fmt: skip
 def delta_rule_backward_turn(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor, begin: Tensor, after: Tensor | None, handed: Tensor | None,
@@ -156,30 +148,3 @@ def _backward(ctx, grad, after):  # type: ignore[no-untyped-def]
 
 
 delta_rule.register_autograd(_backward, setup_context=_setup)
-
-
-def _state(k: Tensor, v: Tensor) -> Tensor:
-    return v.new_empty((*k.shape[:-2], k.shape[-1], v.shape[-1]))
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    return *(x.new_empty(x.shape) for x in (q, k, v, e, g)), _state(k, v)
-
-
-def _fit(
-    operator: str, k: Tensor, v: Tensor, e: Tensor, g: Tensor, q: Tensor | None = None, grad: Tensor | None = None,
-    states: dict[str, Tensor | None] | None = None,
-) -> None:  # fmt: skip
-    like_k, like_v = (x for x in (k, e, q) if x is not None), (x for x in (v, grad) if x is not None)
-    given = {name: x for name, x in (states or {}).items() if x is not None}
-    fits = k.dim() > 1 and v.dim() > 1 and v.shape[:-1] == k.shape[:-1] == g.shape
-    fits = fits and all(x.shape == k.shape for x in like_k) and all(x.shape == v.shape for x in like_v)
-    fits = fits and all(x.shape == (*k.shape[:-2], k.shape[-1], v.shape[-1]) for x in given.values())
-    everything = {"k": k, "e": e, "q": q, "v": v, "grad": grad, "g": g, **given}
-    if not fits or not _alike(k, *(x for x in everything.values() if x is not None)):
-        rule = "q, k, e are [..., t, keys], v and grad [..., t, values], g [..., t], states [..., keys, values], all float32 or float64"
-        raise misfit(operator, rule, **everything)
-
-
-def _alike(first: Tensor, *others: Tensor) -> bool:
-    return first.dtype in (torch.float32, torch.float64) and all((x.dtype, x.device) == (first.dtype, first.device) for x in others)

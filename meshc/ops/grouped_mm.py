@@ -17,19 +17,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from meshc.ir.functions import Target
 from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
 
 KERNEL_BYTES = 16
 """Alignment of rows in torch's grouped kernel, in bytes."""
-
-
-def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    if not meet(rows, matrices) or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
-        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]"
-        raise misfit("grouped_mm", rule, rows=rows, matrices=matrices, ends=ends)
 
 
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -48,13 +42,10 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-grouped_mm = operator("grouped_mm", lambda rows, matrices, ends: rows.new_empty(rows.shape[0], matrices.shape[2]), _fit_mm)(mm_of_runs)
-
-
-def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
-    if not pair(left, right) or not _ends(ends):
-        rule = "left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]"
-        raise misfit("grouped_outer", rule, left=left, right=right, ends=ends)
+grouped_mm = operator(
+    "grouped_mm", "rows [r, n]", "rows [r, k], matrices:rows [g, k, n], ends:integer [g]",
+    rule="rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]",
+)(mm_of_runs)  # fmt: skip
 
 
 def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -72,22 +63,9 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 grouped_outer = operator(
-    "grouped_outer", lambda left, right, ends: left.new_empty(ends.shape[0], left.shape[1], right.shape[1]), _fit_outer
-)(outer_of_runs)
-
-
-def meet(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether rows and matrices agree in number of dims, inner size and dtype."""
-    return (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
-
-
-def pair(left: Tensor, right: Tensor) -> bool:
-    """Whether each row of one has one of the other."""
-    return (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
-
-
-def _ends(ends: Tensor) -> bool:
-    return ends.dim() == 1 and ends.dtype in (torch.int64, torch.int32)
+    "grouped_outer", "left [g, k, n]", "left [r, k], right:left [r, n], ends:integer [g]",
+    rule="left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]",
+)(outer_of_runs)  # fmt: skip
 
 
 def _safe(ends: Tensor, rows: Tensor) -> Tensor:
@@ -119,26 +97,37 @@ def _align_for_kernel(x: Tensor) -> Tensor:
     return x if dense and spaced and x.data_ptr() % KERNEL_BYTES == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
+def differentiate_products(mm: CustomOpDef, outer: CustomOpDef) -> None:
+    """Registers the gradients of `mm(rows, matrices, runs, ...)` and of `outer(left, right, runs, ...)`, by each other."""
+    names = {op: [argument.name for argument in op._opoverload._schema.arguments[3:]] for op in (mm, outer)}
+
+    def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs[:3])
+        ctx.others = inputs[3:]
+
+    def product(op, left, right, runs, others):  # type: ignore[no-untyped-def]
+        return op(left, right, runs, *(others[name] for name in names[op]))
+
+    def mm_backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, matrices, runs = ctx.saved_tensors
+        others = {"count": matrices.shape[0], **dict(zip(names[mm], ctx.others, strict=True))}
+        # the sum first: rows are not read any more then, while what comes of the other is as large
+        of_matrices = product(outer, rows, grad, runs, others) if ctx.needs_input_grad[1] else None
+        of_rows = product(mm, grad, matrices.transpose(1, 2), runs, others) if ctx.needs_input_grad[0] else None
+        return of_rows, of_matrices, None, *[None] * len(names[mm])
+
+    def outer_backward(ctx, grad):  # type: ignore[no-untyped-def]
+        left, right, runs = ctx.saved_tensors
+        others = dict(zip(names[outer], ctx.others, strict=True))
+        of_left = product(mm, right, grad.transpose(1, 2), runs, others) if ctx.needs_input_grad[0] else None
+        of_right = product(mm, left, grad, runs, others) if ctx.needs_input_grad[1] else None
+        return of_left, of_right, None, *[None] * len(names[outer])
+
+    mm.register_autograd(mm_backward, setup_context=save)
+    outer.register_autograd(outer_backward, setup_context=save)
 
 
-def _grouped_mm_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    rows, matrices, ends = ctx.saved_tensors
-    of_rows = grouped_mm(grad, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    of_matrices = grouped_outer(rows, grad, ends) if ctx.needs_input_grad[1] else None
-    return of_rows, of_matrices, None
-
-
-def _grouped_outer_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    left, right, ends = ctx.saved_tensors
-    of_left = grouped_mm(right, grad.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    of_right = grouped_mm(left, grad, ends) if ctx.needs_input_grad[1] else None
-    return of_left, of_right, None
-
-
-grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
-grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
+differentiate_products(grouped_mm, grouped_outer)
 
 
 def is_plain(rows: Tensor, matrices: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:

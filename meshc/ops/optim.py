@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from meshc.ops.definition import register_kernel
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, register_kernel
 
 
 class _Adam(NamedTuple):

@@ -27,7 +27,7 @@ from torch import Tensor
 from meshc import environment
 from meshc.files import kernel_cache
 from meshc.lazy_module import LazyModule
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit
 from meshc.ops.tile import Tile
 
 if TYPE_CHECKING:

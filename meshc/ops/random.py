@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 
 from meshc.ops import philox
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator, ops
 from meshc.ops.tile import Tile, tile_of
 
 Shape = Sequence[int]
@@ -66,9 +64,27 @@ def _draw_numbers(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Sh
     return out
 
 
+def _fit_draw(operator: str, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
+    """Raises ValueError for what is no seed, and as `tile_of` does, as far as symbolic sizes are known."""
+    if seed_step.dtype != torch.int64 or seed_step.shape != (2,):
+        raise misfit(operator, "seed_step is int64 [2]", seed_step=seed_step)
+    if not len(global_shape) == len(local_shape) == len(offsets):
+        raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
+
+
+def _fit_dropout(operator: str, x: Tensor, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
+    _fit_draw(operator, seed_step, global_shape, local_shape, offsets)
+    if math.prod(local_shape) != x.numel() or x.device != seed_step.device:
+        raise misfit(operator, f"x holds the local shape {list(local_shape)}, where seed_step is", x=x, seed_step=seed_step)
+
+
+def _of_dropped(grad: Tensor, mask: Tensor, p: float) -> Tensor:
+    """The gradient of dropout, and of its gradient."""
+    return ops.dropout_backward(grad, mask, p)
+
+
 @operator(
-    "uniform", results=lambda seed_step, call, whole, local, offsets, dtype: seed_step.new_empty(tuple(local), dtype=dtype),
-    fit=lambda seed_step, call, *tile: _fit_draw("uniform", seed_step, *tile[:3]),
+    "uniform", results=lambda seed_step, local_shape, dtype: seed_step.new_empty(tuple(local_shape), dtype=dtype), fit=_fit_draw,
     schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
 )  # fmt: skip
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
@@ -80,8 +96,7 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
 
 
 @operator(
-    "normal", results=lambda seed_step, call, whole, local, offsets, dtype: seed_step.new_empty(tuple(local), dtype=dtype),
-    fit=lambda seed_step, call, *tile: _fit_draw("normal", seed_step, *tile[:3]),
+    "normal", results=lambda seed_step, local_shape, dtype: seed_step.new_empty(tuple(local_shape), dtype=dtype), fit=_fit_draw,
     schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
 )  # fmt: skip
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
@@ -89,8 +104,7 @@ def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shap
 
 
 @operator(
-    "keep_mask", results=lambda seed_step, call, p, whole, local, offsets: seed_step.new_empty(tuple(local), dtype=torch.bool),
-    fit=lambda seed_step, call, p, *tile: _fit_draw("keep_mask", seed_step, *tile),
+    "keep_mask", results=lambda seed_step, local_shape: seed_step.new_empty(tuple(local_shape), dtype=torch.bool), fit=_fit_draw,
     schema=f"(Tensor seed_step, int call, float p, {_TILE}) -> Tensor",
 )  # fmt: skip
 def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
@@ -101,8 +115,7 @@ def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, loca
 
 
 @operator(
-    "dropout", results=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
-    fit=lambda x, seed_step, call, p, *tile: _fit_dropout(x, seed_step, *tile),
+    "dropout", results="x, x:bool", fit=_fit_dropout, gradient=_of_dropped,
     schema=f"(Tensor x, Tensor seed_step, int call, float p, {_TILE}) -> (Tensor out, Tensor mask)",
 )  # fmt: skip
 def _dropout(
@@ -122,7 +135,8 @@ def _dropout(
 
 
 @operator(
-    "dropout_backward", results="grad", fit=lambda grad, mask, p: _fit_backward(grad, mask),
+    "dropout_backward", results="grad", fit="grad [..], mask:bool [..]", where=lambda grad, mask: grad.device == mask.device,
+    rule="mask is bool and has the shape of grad", gradient=_of_dropped,
     schema="(Tensor grad, Tensor mask, float p) -> Tensor",
 )  # fmt: skip
 def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -136,25 +150,6 @@ def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     return out
 
 
-def _fit_draw(operator: str, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
-    """Raises ValueError for what is no seed, and as `tile_of` does, as far as symbolic sizes are known."""
-    if seed_step.dtype != torch.int64 or seed_step.shape != (2,):
-        raise misfit(operator, "seed_step is int64 [2]", seed_step=seed_step)
-    if not len(global_shape) == len(local_shape) == len(offsets):
-        raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
-
-
-def _fit_dropout(x: Tensor, seed_step: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
-    _fit_draw("dropout", seed_step, global_shape, local_shape, offsets)
-    if math.prod(local_shape) != x.numel() or x.device != seed_step.device:
-        raise misfit("dropout", f"x holds the local shape {list(local_shape)}, where seed_step is", x=x, seed_step=seed_step)
-
-
-def _fit_backward(grad: Tensor, mask: Tensor) -> None:
-    if grad.shape != mask.shape or mask.dtype != torch.bool or grad.device != mask.device:
-        raise misfit("dropout_backward", "mask is bool and has the shape of grad", grad=grad, mask=mask)
-
-
 def _floating(dtype: torch.dtype) -> torch.dtype:
     if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise TypeError(f"meshc draws float16, bfloat16, float32 and float64, not {dtype}")
@@ -164,33 +159,6 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
 def _to_signed_int64(value: int) -> int:
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
-
-
-# -------------------------------------------------------------------------------------------------------- derivatives for torch
-
-
-def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.p = inputs[3]
-    ctx.save_for_backward(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    (mask,) = ctx.saved_tensors
-    return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None, None, None, None, None
-
-
-def _setup_twice(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
-    ctx.p = inputs[2]
-    ctx.save_for_backward(inputs[1])
-
-
-def _backward_twice(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (mask,) = ctx.saved_tensors
-    return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None
-
-
-_dropout.register_autograd(_backward, setup_context=_setup)
-_dropout_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
 
 
 # ------------------------------------------------------------------------------------------------------- whole tensors, in Python

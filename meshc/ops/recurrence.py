@@ -15,27 +15,41 @@ after another, elsewhere stretches in parallel: about 2 sqrt(t) calls for t step
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator
 from meshc.ops.turns import turn
 
 
-@operator("recurrence", results="b", fit=lambda a, b, before, dim: _fit("recurrence", dim, before, a=a, b=b))
+def _at(x: Tensor, dim: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+
+
+def _fit(
+    operator: str, a: Tensor, dim: int, grad: Tensor | None = None, b: Tensor | None = None, h: Tensor | None = None,
+    before: Tensor | None = None, after: Tensor | None = None, handed: Tensor | None = None, along: int | None = None, parts: int = 1,
+) -> None:  # fmt: skip
+    operands = {name: x for name, x in {"grad": grad, "a": a, "b": b, "h": h}.items() if x is not None}
+    alike = all((x.shape, x.dtype, x.device) == (a.shape, a.dtype, a.device) for x in operands.values())
+    if not alike or not 0 <= dim < a.dim() or not a.is_floating_point():
+        raise misfit(operator, f"{', '.join(operands)} are of one shape and floating dtype, of which {dim} is a dim", **operands)
+    narrow = (*a.shape[:dim], 1, *a.shape[dim + 1 :])
+    for edge in (before, after, handed):
+        if edge is not None and (edge.shape, edge.dtype, edge.device) != (narrow, a.dtype, a.device):
+            raise misfit(operator, f"what comes from beyond an end is as long as they are, and 1 along dim {dim}", beyond=edge, **operands)
+    if along is not None and (along == dim and parts > 1 or not a.shape[dim]):
+        raise misfit(operator, f"parts are taken along another dim than the steps', {dim}, of which there are some", **operands)
+
+
+@operator("recurrence", results="b", fit=_fit)
 def recurrence(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
     return _steps(a, b, before, dim, False) if a.device.type == "cpu" else stretches(a, b, before, dim)
 
 
-@operator(
-    "recurrence_end",
-    results=lambda a, b, dim, reverse: (_at(a, dim), _at(b, dim)),
-    fit=lambda a, b, dim, reverse: _fit("recurrence_end", dim, None, a=a, b=b),
-)
+@operator("recurrence_end", results=lambda a, b, dim: (_at(a, dim), _at(b, dim)), fit=_fit)
 def recurrence_end(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tensor, Tensor]:
     last = torch.zeros_like(_at(b, dim)) if b.shape[dim] == 0 else torch.zeros_like(b.narrow(dim, 0, 1))
     steps = zip(a.split(1, dim), b.split(1, dim), strict=True) if a.shape[dim] else ()
@@ -44,12 +58,7 @@ def recurrence_end(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tenso
     return a.prod(dim, keepdim=True), last
 
 
-def _fit_backward(grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int) -> None:
-    for edge in (before, after):
-        _fit("recurrence_backward", dim, edge, grad=grad, a=a, h=h)
-
-
-@operator("recurrence_backward", results="a a", fit=_fit_backward)
+@operator("recurrence_backward", results="a, a", fit=_fit)
 def recurrence_backward(
     grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -67,30 +76,18 @@ def recurrence_backward(
     return earlier.mul_(g), g
 
 
-def _fit_turn(operator: str, edge: Tensor | None, dim: int, along: int, parts: int, **operands: Tensor) -> None:
-    _fit(operator, dim, edge, **operands)
-    if (along == dim and parts > 1) or not next(iter(operands.values())).shape[dim]:
-        raise misfit(operator, f"parts are taken along another dim than the steps', {dim}, of which there are some", **operands)
-
-
 @turn(
-    "recurrence_turn", rows={"a": None, "b": None}, back=lambda **_: False,
-    results=lambda a, b, dim, **_: (b.new_empty(b.shape), _at(b, dim)),
-    fit=lambda a, b, handed, **how: _fit_turn("recurrence_turn", handed, a=a, b=b, **how),
+    "recurrence_turn", rows={"a": None, "b": None}, back=lambda: False, results=lambda a, b, dim: (b.new_empty(b.shape), _at(b, dim)),
+    fit=_fit,
 )  # fmt: skip
 def recurrence_turn(a: Tensor, b: Tensor, handed: Tensor | None, dim: int, along: int) -> tuple[Tensor, Tensor]:
     h = recurrence._init_fn(a, b, handed, dim)
     return h, h.narrow(dim, h.shape[dim] - 1, 1).clone()
 
 
-def _fit_turn_back(handed: Tensor | None, before: Tensor, **given: Any) -> None:
-    for edge in (handed, before):
-        _fit_turn("recurrence_backward_turn", edge, **given)
-
-
 @turn(
-    "recurrence_backward_turn", rows={"grad": None, "a": None, "h": None, "before": None}, back=lambda **_: True,
-    results=lambda a, dim, **_: (a.new_empty(a.shape), a.new_empty(a.shape), _at(a, dim)), fit=_fit_turn_back,
+    "recurrence_backward_turn", rows={"grad": None, "a": None, "h": None, "before": None}, back=lambda: True,
+    results=lambda a, dim: (a.new_empty(a.shape), a.new_empty(a.shape), _at(a, dim)), fit=_fit,
 )  # fmt: skip
 def recurrence_backward_turn(
     grad: Tensor, a: Tensor, h: Tensor, before: Tensor, handed: Tensor | None, dim: int, along: int
@@ -112,20 +109,6 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 recurrence.register_autograd(_backward, setup_context=_setup)
-
-
-def _at(x: Tensor, dim: int) -> Tensor:
-    return x.new_empty((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-
-
-def _fit(operator: str, dim: int, edge: Tensor | None, **operands: Tensor) -> None:
-    first, *others = operands.values()
-    alike = all((one.shape, one.dtype, one.device) == (first.shape, first.dtype, first.device) for one in others)
-    if not alike or not 0 <= dim < first.dim() or not first.is_floating_point():
-        raise misfit(operator, f"{', '.join(operands)} are of one shape and floating dtype, of which {dim} is a dim", **operands)
-    narrow = (*first.shape[:dim], 1, *first.shape[dim + 1 :])
-    if edge is not None and (edge.shape, edge.dtype, edge.device) != (narrow, first.dtype, first.device):
-        raise misfit(operator, f"what comes from beyond an end is as long as they are, and 1 along dim {dim}", beyond=edge, **operands)
 
 
 def _steps(a: Tensor, b: Tensor, before: Tensor | None, dim: int, reverse: bool) -> Tensor:

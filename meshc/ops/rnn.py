@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import double_backward
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator
 from meshc.ops.turns import turn
 
 States = Sequence[Tensor]
@@ -112,31 +111,54 @@ KINDS: Final[Mapping[str, CellKind]] = {
 """`kind`, the operators' first argument -> the cell."""
 
 
-@operator(
-    "rnn",
-    results=lambda kind, x, weight, *_: _empty_results(kind, x, weight),
-    fit=lambda kind, x, weight, bias, before, reverse: _fit("rnn", kind, x, weight, bias, before),
-)
+def _empty_results(kind: str, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    how, (steps, rows, _), h = KINDS[kind], x.shape, weight.shape[1]
+    return x.new_empty((steps, rows, h)), x.new_empty((steps, rows, how.kept * h)), x.new_empty((how.states, rows, h))
+
+
+def _empty_gradients(kind: str, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    how, (steps, rows, h) = KINDS[kind], grad.shape
+    return grad.new_empty((steps, rows, how.made * h)), grad.new_empty((how.states, rows, h))
+
+
+def _fit(
+    operator: str, kind: str, weight: Tensor, x: Tensor | None = None, bias: Tensor | None = None, before: Tensor | None = None,
+    grad: Tensor | None = None, kept: Tensor | None = None, of_last: Tensor | None = None, handed: Tensor | None = None, count: int = 0,
+) -> None:  # fmt: skip
+    everything = {
+        "x": x, "grad": grad, "kept": kept, "weight": weight, "bias": bias, "before": before, "of_last": of_last, "handed": handed,
+    }  # fmt: skip
+    given = {name: one for name, one in everything.items() if one is not None}
+    first, how = next(iter(given.values())), KINDS.get(kind)
+    fits = how is not None and first.dim() == 3 and weight.dim() == 2 and 0 <= count <= first.shape[0] and weight.is_floating_point()
+    if how is not None and fits:
+        (steps, rows, _), h = first.shape, weight.shape[1]
+        shapes: dict[str, tuple[int, ...]] = {
+            "x": (steps, rows, how.gates * h), "grad": (steps, rows, h), "kept": (steps, rows, how.kept * h),
+            "weight": (how.gates * h, h), "bias": (how.gates * h,),
+        }  # fmt: skip
+        fits = all(one.shape == shapes.get(name, (how.states, rows, h)) for name, one in given.items())
+    if not fits or any((one.dtype, one.device) != (weight.dtype, weight.device) for one in given.values()):
+        rule = (
+            f"kind {kind!r} is one of {', '.join(KINDS)}; x is [t, rows, gates * h], weight [gates * h, h], bias [gates * h], a state "
+            "[states, rows, h], grad is [t, rows, h], kept what rnn keeps, all of one floating dtype; at most t positions are steps"
+        )
+        raise misfit(operator, rule, **given)
+
+
+@operator("rnn", results=_empty_results, fit=_fit)
 def rnn(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _steps(kind, x, weight, bias, before, reverse, x.shape[0])
 
 
-@operator(
-    "rnn_backward",
-    results=lambda kind, grad, of_last, kept, weight, reverse: _empty_gradients(kind, grad, weight),
-    fit=lambda kind, grad, of_last, kept, weight, reverse: _fit_backward("rnn_backward", kind, grad, kept, weight, of_last),
-)
+@operator("rnn_backward", results=_empty_gradients, fit=_fit)
 def rnn_backward(
     kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _steps_back(kind, grad, of_last, kept, weight, reverse, kept.shape[0])
 
 
-@turn(
-    "rnn_turn", rows={"x": 1, "before": 1}, edge="before", back=lambda reverse, **_: reverse,
-    results=lambda kind, x, weight, **_: _empty_results(kind, x, weight),
-    fit=lambda kind, x, weight, bias, handed, count, **_: _fit("rnn_turn", kind, x, weight, bias, handed, count),
-)  # fmt: skip
+@turn("rnn_turn", rows={"x": 1, "before": 1}, edge="before", back=lambda reverse: reverse, results=_empty_results, fit=_fit)
 def rnn_turn(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,9 +167,8 @@ def rnn_turn(
 
 
 @turn(
-    "rnn_turn_backward", rows={"grad": 1, "of_last": 1, "kept": 1}, edge="of_last", back=lambda reverse, **_: not reverse,
-    results=lambda kind, grad, weight, **_: _empty_gradients(kind, grad, weight),
-    fit=lambda kind, grad, handed, kept, weight, count, **_: _fit_backward("rnn_turn_backward", kind, grad, kept, weight, handed, count),
+    "rnn_turn_backward", rows={"grad": 1, "of_last": 1, "kept": 1}, edge="of_last", back=lambda reverse: not reverse,
+    results=_empty_gradients, fit=_fit,
 )  # fmt: skip
 def rnn_turn_backward(
     kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int
@@ -230,43 +251,3 @@ def _steps_back(
         of_state = [torch.addmm(rest[0], gates[t] if to_h is made else torch.cat(to_h, -1), weight), *rest[1:]]
     torch.stack(of_state, out=first)
     return gates, first
-
-
-def _empty_results(kind: str, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    how, (steps, rows, _), h = KINDS[kind], x.shape, weight.shape[1]
-    return x.new_empty((steps, rows, h)), x.new_empty((steps, rows, how.kept * h)), x.new_empty((how.states, rows, h))
-
-
-def _empty_gradients(kind: str, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    how, (steps, rows, h) = KINDS[kind], grad.shape
-    return grad.new_empty((steps, rows, how.made * h)), grad.new_empty((how.states, rows, h))
-
-
-def _fit(
-    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, count: int = 0
-) -> None:  # fmt: skip
-    fits = kind in KINDS and x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2]
-    fits = fits and x.shape[2] == KINDS[kind].gates * weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
-    _check(operator, kind, fits, weight, x, state, count, {"x": x, "weight": weight, "bias": bias})
-
-
-def _fit_backward(operator: str, kind: str, grad: Tensor, kept: Tensor, weight: Tensor, state: Tensor | None, count: int = 0) -> None:
-    fits = kind in KINDS and grad.dim() == 3 and weight.dim() == 2 and grad.shape[2] == weight.shape[1] and grad.shape[:2] == kept.shape[:2]
-    fits = fits and kept.dim() == 3 and kept.shape[2] == KINDS[kind].kept * weight.shape[1]
-    fits = fits and weight.shape[0] == KINDS[kind].gates * weight.shape[1]
-    _check(operator, kind, fits, weight, grad, state, count, {"grad": grad, "kept": kept, "weight": weight})
-
-
-def _check(
-    operator: str, kind: str, fits: bool, weight: Tensor, rows: Tensor, state: Tensor | None, count: int,
-    others: Mapping[str, Tensor | None],
-) -> None:  # fmt: skip
-    given = {name: x for name, x in {**others, "state": state}.items() if x is not None}
-    fits = fits and (state is None or state.shape == (KINDS[kind].states, rows.shape[1], weight.shape[1])) and 0 <= count <= rows.shape[0]
-    alike = all((x.dtype, x.device) == (weight.dtype, weight.device) for x in given.values())
-    if not fits or not alike or not weight.is_floating_point():
-        rule = (
-            f"kind {kind!r} is one of {', '.join(KINDS)}; x is [t, rows, gates * h], weight [gates * h, h], bias [gates * h], a state "
-            "[states, rows, h], grad is [t, rows, h], kept what rnn keeps, all of one floating dtype; at most t positions are steps"
-        )
-        raise misfit(operator, rule, **given)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator
 
 
 def _fit(x: Tensor, dim: int) -> None:

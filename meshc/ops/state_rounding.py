@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import philox
-from meshc.ops.definition import register_kernel
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, register_kernel
 from meshc.ops.tile import tile_of
 
 Shape = Sequence[int]

@@ -9,16 +9,16 @@ All are exact on a range of columns: `start` is the global index of the first on
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import operator, ops
 
 
-@operator("take", results=lambda x, *_: x.new_empty(x.shape[:-1]), fit=lambda x, index, *_: _fit_take(x, index))
+@operator(
+    "take", "x [..]", "x [.., columns], index:int64 [..]", rule="index is int64 and has the shape of x without its last dim",
+    gradient=lambda grad, shape, index, ignore: ops.take_backward(grad, index, ignore, shape[-1]),
+)  # fmt: skip
 def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
     columns = x.shape[-1]
     local = index - start if start else index
@@ -27,16 +27,11 @@ def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
     return torch.where(inside, picked, 0.0)
 
 
-def _fit_take(x: Tensor, index: Tensor) -> None:
-    if x.dim() == 0 or index.shape != x.shape[:-1] or index.dtype != torch.int64:
-        raise misfit("take", "index is int64 and has the shape of x without its last dim", x=x, index=index)
-
-
 @operator(
-    "take_backward",
-    results=lambda grad, index, ignore, columns, *_: grad.new_empty((*grad.shape, columns)),
-    fit=lambda grad, index, ignore, columns, *_: _fit_backward(grad, index, columns),
-)
+    "take_backward", "grad [.., columns]", "grad [..], index:int64 [..], columns >= 0",
+    rule="index is int64 and has the shape of grad, and {columns} columns are 0 or more",
+    gradient=lambda grad, index, ignore: ops.take(grad, index, ignore),
+)  # fmt: skip
 def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
     local = index - start if start else index
     inside = (local >= 0) & (local < columns) & (index != ignore)
@@ -44,38 +39,7 @@ def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start:
     return out.scatter_(-1, torch.where(inside, local, 0).unsqueeze(-1), torch.where(inside, grad, 0.0).unsqueeze(-1))
 
 
-def _fit_backward(grad: Tensor, index: Tensor, columns: int) -> None:
-    if grad.shape != index.shape or index.dtype != torch.int64 or columns < 0:
-        rule = f"index is int64 and has the shape of grad, and {columns} columns are 0 or more"
-        raise misfit("take_backward", rule, grad=grad, index=index)
-
-
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, index, ctx.ignore, _ = inputs
-    ctx.columns = x.shape[-1]
-    ctx.save_for_backward(index)
-
-
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    (index,) = ctx.saved_tensors
-    return take_backward(grad, index, ctx.ignore, ctx.columns), None, None, None
-
-
-def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, index, ctx.ignore, *_ = inputs
-    ctx.save_for_backward(index)
-
-
-def _backward_twice(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (index,) = ctx.saved_tensors
-    return take(grad, index, ctx.ignore), None, None, None, None
-
-
-take.register_autograd(_backward, setup_context=_setup)
-take_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
-
-
-@operator("one_hot", results=lambda index, columns, *_: index.new_empty((*index.shape, columns), dtype=torch.int64))
+@operator("one_hot", results=lambda index, columns: index.new_empty((*index.shape, columns), dtype=torch.int64))
 def one_hot(index: Tensor, columns: int, start: int = 0) -> Tensor:
     return (index.unsqueeze(-1) == torch.arange(start, start + columns, device=index.device)).to(torch.int64)
 

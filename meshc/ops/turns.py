@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from meshc.ir.functions import Function
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import by_name, define, misfit, operator
 
 ALONG: Final = "along"
 """The argument that says along which dim an operator's rows are, where no number does."""
@@ -75,7 +74,8 @@ def turn(
     edge     the operand with the state of all rows before the chain's first rank; as `handed` the function gets a part of it there,
              what the rank before has handed on elsewhere
 
-    All four are called with the function's arguments, by name, of a part; `fit` also with `parts`.
+    Functions are called with those of the function's arguments, of a part, that they have parameters for, and with `operator`, the name,
+    and `parts`.
     """
 
     def register(steps: Function) -> torch.library.CustomOpDef:
@@ -87,19 +87,18 @@ def turn(
         def of_part(args: Sequence[Any]) -> tuple[dict[str, Any], bool]:
             """Arguments of this turn's part, and whether there is one; else those of the first part."""
             given, (slot, parts, place, ranks) = dict(zip(names, args[:-4], strict=True)), args[-4:]
-            found = Turn(slot, parts, place, ranks, back(**given))
+            found = Turn(slot, parts, place, ranks, by_name(back)(given))
             dims = {one: given[ALONG] if dim is None else dim for one, dim in rows.items() if given[one] is not None}
             _fit_rows(name, {one: (given[one], dim) for one, dim in dims.items()}, found, given["handed"])
             mine = {one: found.of(given[one], dim) for one, dim in dims.items()}
             handed = None if given["handed"] is None else given["handed"][0]
-            begun = None if edge is None else mine.get(edge)
-            given |= mine
-            for state in (handed, begun):
-                fit(**(given | {"handed": state}), parts=parts)
+            given |= {**mine, "handed": handed}
+            by_name(fit)({**given, "operator": name, "parts": parts})
+            begun = None if edge is None else given[edge]
             return given | {"handed": handed if found.link else begun}, found.part is not None
 
         def empty(given: dict[str, Any]) -> tuple[Tensor, ...]:
-            *made, state = results(**given)
+            *made, state = by_name(results)(given)
             return *made, state.unsqueeze(0)
 
         def call_part(*args: Any) -> Any:
@@ -110,7 +109,7 @@ def turn(
             *others, state = made if isinstance(made, tuple) else (made,)
             return _alone((*others, state.unsqueeze(0)))
 
-        return operator(name, lambda *args: _alone(empty(of_part(args)[0])), schema=schema)(call_part)
+        return define(name, schema, call_part, lambda *args: _alone(empty(of_part(args)[0])))
 
     return register
 
@@ -131,14 +130,14 @@ def _fit_rows(name: str, operands: Mapping[str, tuple[Tensor, int]], turn: Turn,
         raise misfit(name, rule, **{one: x for one, (x, _) in operands.items()}, handed=handed)
 
 
-def _fit(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -> None:
+def _fit(made: Sequence[Tensor], dim: int, ranks: int) -> None:
     alike = bool(made) and all((one.shape, one.dtype, one.device) == (made[0].shape, made[0].dtype, made[0].device) for one in made)
     if not alike or not 0 <= dim < made[0].dim() or not 0 < ranks <= len(made):
         rule = f"what turns make is of one shape, of which {dim} is a dim, and there are at least as many turns as ranks, {ranks}"
         raise misfit("in_turn", rule, **{f"turn {index}": one for index, one in enumerate(made)})
 
 
-def _empty_joined(made: Sequence[Tensor], dim: int, place: int, ranks: int, back: bool) -> Tensor:
+def _empty_joined(made: Sequence[Tensor], dim: int, ranks: int) -> Tensor:
     shape = list(made[0].shape)
     shape[dim] *= len(made) - ranks + 1
     return made[0].new_empty(shape)

@@ -11,14 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshc.ops.definition import operator
-from meshc.ops.operands import misfit
+from meshc.ops.definition import misfit, operator, ops
+
+
+def _fit(operator: str, factors: Sequence[int], x: Tensor) -> None:
+    fits = x.dim() == len(factors) + 2 and all(factor >= 1 for factor in factors)
+    if not fits or operator == "upsample_backward" and any(size % factor for size, factor in zip(x.shape[2:], factors, strict=True)):
+        raise misfit(operator, f"the factors {list(factors)} are 1 or more, one a dim of space, and divide what is added up", x=x)
 
 
 @operator(
     "upsample",
     results=lambda x, factors: x.new_empty((*x.shape[:2], *(size * factor for size, factor in zip(x.shape[2:], factors, strict=True)))),
-    fit=lambda x, factors: _fit("upsample", x, factors),
+    fit=_fit,
+    gradient=lambda grad, factors: ops.upsample_backward(grad, factors),
 )
 def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
     for dim, factor in enumerate(factors, 2):
@@ -31,30 +37,13 @@ def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
     results=lambda grad, factors: grad.new_empty(
         (*grad.shape[:2], *(size // factor for size, factor in zip(grad.shape[2:], factors, strict=True)))
     ),
-    fit=lambda grad, factors: _fit("upsample_backward", grad, factors),
+    fit=lambda operator, factors, grad: _fit(operator, factors, grad),
 )
 def upsample_backward(grad: Tensor, factors: Sequence[int]) -> Tensor:
     shape = list(grad.shape[:2])
     for size, factor in zip(grad.shape[2:], factors, strict=True):
         shape += [size // factor, factor]
     return grad.reshape(shape).sum(list(range(3, len(shape), 2)))
-
-
-def _fit(operator: str, x: Tensor, factors: Sequence[int]) -> None:
-    fits = x.dim() == len(factors) + 2 and all(factor >= 1 for factor in factors)
-    if not fits or operator == "upsample_backward" and any(size % factor for size, factor in zip(x.shape[2:], factors, strict=True)):
-        raise misfit(operator, f"the factors {list(factors)} are 1 or more, one a dim of space, and divide what is added up", x=x)
-
-
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.factors = inputs[1]
-
-
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return upsample_backward(grad, ctx.factors), None
-
-
-upsample.register_autograd(_backward, setup_context=_setup)
 
 
 def interpolate(
