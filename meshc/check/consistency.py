@@ -2,7 +2,7 @@
 
     ports      inputs and outputs have valid types in natural order; constants have the declared shapes and dtypes
     stages     each value has the type and sharding that its operator returns (`stage.py`, `sharding_walk.py`);
-               regions can be compiled (`compiled_regions.py`)
+               regions can be compiled
     storage    memory that values share (`meshc/ir/sharing.py`): no read of an overwritten value, no result in memory kept between calls
     keys       a key has one type in the signature and in all stages that write or read it
     schedule   runs existing stages on existing values; collectives that start early start with complete sums (`starts.py`)
@@ -18,12 +18,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, zip_longest
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from meshc import ir
 from meshc.check import bucket_order, host_values, indices, overwrites, phases, sharding_walk, used_rows_readers
-from meshc.check.compiled_regions import faults as faults_of_regions
-from meshc.check.cross_stage_shardings import CrossStageShardings
 from meshc.check.inferred_sharding import without_microbatches
 from meshc.check.info import faults_of_info
 from meshc.check.rule_shardings import RulesProtocol
@@ -34,7 +32,7 @@ from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
-from meshc.ir.regions import region_of
+from meshc.ir.regions import blocks, microbatch_integers, region_of, why_alone
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
 from meshc.ir.spmd import joins_stages
@@ -103,13 +101,13 @@ def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
 
 def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> Iterator[str]:
     sizes = program.axis_sizes
-    sound, handed = True, CrossStageShardings(program)
+    sound, handed = True, sharding_walk.CrossStageShardings(program)
     for stage in program.stages.values():
         wrong = dict(faults_of_stage(stage, sizes))
         sound = sound and not wrong
         wrong = wrong or dict(_faults_of_lines(stage, sizes, rules, handed))
         yield from (_fault_text(stage, name, why) for name, why in wrong.items())
-    for name, value, why in faults_of_regions(program):
+    for name, value, why in _faults_of_regions(program):
         yield _fault_text(program.stages[name], value, f"{value}: {why}")
     of_lines = *faults_of_started(program), *_faults_of_joint_collectives(program)
     for name, value, why in (*of_lines, *(indices.faults(program.stages, sizes, rules) if rules else ())) if sound else ():
@@ -128,7 +126,7 @@ def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> I
 
 
 def _faults_of_lines(
-    stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: CrossStageShardings
+    stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: sharding_walk.CrossStageShardings
 ) -> Iterator[tuple[str, str]]:
     """(value, message) for lines with correct shapes and dtypes: faults of shardings, bucket order, overwrites and phases."""
     yield from sharding_walk.faults(stage, sizes, rules, handed)
@@ -148,6 +146,34 @@ def _faults_of_joint_collectives(program: PlainProgram) -> Iterator[tuple[str, s
             if odd is not None:
                 stage, node, other = (name, odd[1], first) if odd[1] is not None else (first, odd[0], name)
                 yield stage, node.name, f"{node.name} = {spelling(node.target)}(...): {other} has no such collective in its place"
+
+
+def _faults_of_regions(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
+    """(stage, value, message) for lines that cannot be compiled, regions that are not contiguous, regions for the backend eager.
+
+    with region(1):
+        r: "f32[8]" = all_reduce(x, ["dp"], "sum")      refused: a collective
+    """
+    for stage in program.stages.values():
+        if program.backend != "eager":
+            yield from ((stage.name, node.name, why) for node, why in _outside_of_regions(stage.graph))
+        elif (inside := next((node for node in stage.graph.nodes if region_of(node) is not None), None)) is not None:
+            why = f"it is in region {region_of(inside)}, but the program is for the backend eager, which compiles none"
+            yield stage.name, inside.name, why
+
+
+def _outside_of_regions(graph: Graph) -> Iterator[tuple[Node, str]]:
+    varying, seen = microbatch_integers(graph), set()
+    for number, nodes in blocks(node for node in graph.nodes if node.op == "call_function"):
+        if number is not None and number in seen:
+            yield nodes[0], f"it is in region {number}, which has ended above: the lines of a region stand together"
+        seen.add(number)
+        for node in nodes:
+            why = why_alone(node, varying)
+            if number is not None and why:
+                yield node, f"it is in region {number}, and {why}: it runs by itself"
+            if ir.is_getitem(node) and region_of(node.all_input_nodes[0]) != number:
+                yield node, f"it takes apart what {node.all_input_nodes[0]} makes, and they are not in one region"
 
 
 def _call_of_all(node: Node) -> object:

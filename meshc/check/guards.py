@@ -12,10 +12,11 @@ Types and preconditions have been checked on meta tensors (`stage.py`); precondi
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshc.check.unchecked_kernels import fault
 from meshc.ir.functions import Function, Target
+from meshc.ir.schemas import arguments_by_name
 from meshc.lazy_module import LazyModule
 from meshc.private import OpOverload
 
@@ -25,6 +26,19 @@ else:
     families = LazyModule("meshc.rules.families")  # records of all operators; a rank that reads no text never loads them
 
 
+def fault(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    """The message of the first of the operator's preconditions (`meshc/rules`) that fails for the operands of a call, meta tensors or real
+    ones; None if all hold."""
+    preconditions = families.operator_of(target).preconditions
+    if not preconditions:
+        return None
+    operands = arguments_by_name(target, args, kwargs)
+    try:
+        return next((words for precondition in preconditions if (words := precondition(operands)) is not None), None)
+    except (IndexError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"they are not of the kind that it takes: {error}"
+
+
 def is_guarded(target: Target) -> bool:
     operator = families.operator_of(target)
     return operator.uninitialised or bool(operator.preconditions)
@@ -32,9 +46,10 @@ def is_guarded(target: Target) -> bool:
 
 def guard_function(target: Target, function: Function) -> Function:
     """`function`, an implementation of the operator `target`, with the guard that `target` needs, if any."""
-    if families.operator_of(target).uninitialised:
-        return _zero_result(function)
-    if not isinstance(target, OpOverload) or not families.operator_of(target).preconditions:
+    operator = families.operator_of(target)
+    if operator.uninitialised:
+        return lambda *args, **kwargs: function(*args, **kwargs).zero_()
+    if not isinstance(target, OpOverload) or not operator.preconditions:
         return function
 
     def after_guard(*args: object, **kwargs: object) -> object:
@@ -44,10 +59,3 @@ def guard_function(target: Target, function: Function) -> Function:
         return function(*args, **kwargs)
 
     return after_guard
-
-
-def _zero_result(function: Function) -> Function:
-    def zeros(*args: object, **kwargs: object) -> object:
-        return function(*args, **kwargs).zero_()
-
-    return zeros

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,10 @@ class InferredSharding:
     def has_all_dims(self) -> bool:
         """Whether all dims are known."""
         return None not in self.dims
+
+    def with_dim(self, dim: int, parts: Parts | None) -> InferredSharding:
+        """The sharding with other parts of one dim."""
+        return replace(self, dims=(*self.dims[:dim], parts, *self.dims[dim + 1 :]))
 
     def axis_runs(self) -> Runs | None:
         """The axes of each split part, major to minor; None if unknown."""

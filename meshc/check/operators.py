@@ -13,9 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from meshc.check.guards import fault
 from meshc.check.types import MOST_EXTENT, Wrong
-from meshc.check.unchecked_kernels import fault
+from meshc.errors import ArtifactError
 from meshc.private import OpOverload
+from meshc.program.program import Origin
 
 aten = torch.ops.aten
 
@@ -76,6 +78,12 @@ def infer_result(
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def error_at_line(origin: Origin, name: str, error: Exception) -> ArtifactError:
+    """ArtifactError with the file and line of the value `name` of a loaded program, whose operator failed with `error` in a run."""
+    advice = "what to do: correct the inputs if the values at fault are theirs; otherwise compile and save the program again"
+    return ArtifactError(f"{origin.fault(name, f'{name} could not be made: {first_line(error)}')}\n  {advice}")
 
 
 def _check_argument(value: object, sizes: bool) -> None:

@@ -76,9 +76,8 @@ def reorder_dim(
     if parts is not None and ours and split[0].order != before:
         raise Wrong(f"it takes dim {dim} of its operand, which is [{dim_text(parts)}], in another order than {before or 'the natural one'}")
     if parts is None or not ours or not _has_own_halves(parts, sizes):
-        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), runs=given.axis_runs())
-    row = tuple(replace(part, order=after) if part is split[0] else part for part in parts)
-    return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
+        return replace(given.with_dim(dim, None), runs=given.axis_runs())
+    return given.with_dim(dim, tuple(replace(part, order=after) if part is split[0] else part for part in parts))
 
 
 def is_reordered(parts: Parts) -> bool:

@@ -8,6 +8,7 @@ operator rules shardings are followed only through collectives, views and slices
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -18,7 +19,6 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check import orders, rings
-from meshc.check.cross_stage_shardings import CrossStageShardings
 from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, fit_together, flat, partial_text, run_of
 from meshc.check.padding import check_claims, check_sums
 from meshc.check.rings import BACKWARD, FORWARD
@@ -28,14 +28,14 @@ from meshc.check.spmd_shardings import Place, infer_sharding, place_of, position
 from meshc.check.types import Wrong
 from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
 from meshc.check.windows import check_windows
-from meshc.ir import spmd
+from meshc.ir import Record, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
 from meshc.ir.sharding import Sharding, local_size
 from meshc.ir.window import tile_length
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import MANY
-from meshc.program.program import Stage
+from meshc.program.program import PlainProgram, Stage
 from meshc.text.allowed_operators import spelling
 
 aten = torch.ops.aten
@@ -54,6 +54,32 @@ def faults(
             walk.visit(node)
         except Wrong as wrong:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): {wrong}"
+
+
+class CrossStageShardings:
+    """Shardings of values with plain types across stages, by key: inferred in the stage that computes a value, for the stages that read it.
+
+    before    keep_first_1: "f64[4, 2, 2]" = keep_first(zeros, coordinate_1)      inferred: [experts 4, in 2, out 2] partial(sum: a)
+    each      keep_first_1: "f64[4, 2, 2]" = "value:keep_first_1"                 read with this sharding
+
+    A rule's lowering of one operator consists of lines with plain types; those that are equal for all microbatches are in another stage.
+    """
+
+    def __init__(self, program: PlainProgram) -> None:
+        self._makers = Counter(key for stage in program.stages.values() for key in stage.outputs)
+        self._others = {port.key for port in program.inputs} | {step.into for step in program.schedule}
+        self._found: dict[str, list[tuple[tuple[int, ...], InferredSharding]]] = {}
+
+    def give(self, key: str, value: Node, spread: InferredSharding) -> None:
+        self._found.setdefault(key, []).append((tuple(ir.record(value).shape), spread))
+
+    def of(self, key: str, record: Record) -> InferredSharding | None:
+        """The sharding inferred under `key`; None if unknown, if writers disagree, or if a port or an accumulation has the same key."""
+        found = self._found.get(key, [])
+        if not found or len(found) < self._makers[key] or key in self._others:
+            return None
+        shape, spread = found[0]
+        return spread if shape == tuple(record.shape) and all(one == found[0] for one in found) else None
 
 
 class _ShardingWalk:
@@ -165,7 +191,7 @@ class _ShardingWalk:
         elif given.pieces is not None and step == 1 and shape[dim] == sum(size for size, _ in given.pieces):
             of = piece_at(given.pieces, start, length) or replace(given, runs=None, padding={}, filled=False)
             found = of.dims[0] if len(of.dims) == 1 else None
-        dims = tuple(found if d == dim else other for d, other in enumerate(given.dims))
+        dims = given.with_dim(dim, found).dims
         if given.pieces is not None and found is not None:
             dims = tuple(found if d == dim else () if extent == 1 else None for d, extent in enumerate(shape))
         return replace(given, dims=dims, runs=of.axis_runs(), pieces=None, padding=of.padding, filled=of.filled, windows={})

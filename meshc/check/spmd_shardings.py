@@ -165,7 +165,7 @@ def _all_to_all(
     if split == concat:
         if declared is not None:
             raise Wrong(f"it exchanges tiles along dim {split} alone: what a rank has then no type says")
-        return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), runs=given.axis_runs())
+        return replace(given.with_dim(split, None), runs=given.axis_runs())
     does = "takes together"
     less, more = _expect_gathered_dim(given, concat, axes, does, sizes), _expect_split_dim(given, split, axes, sizes)
     moved = _map_pieces(_map_pieces(given, partial(_remove_axes, axes, does)), partial(_add_axes, axes))
@@ -235,7 +235,7 @@ def _same_rows(
     length, parts = -(-size // tiles), given.dims[dim]
     whole = parts is not None and size % tiles == 0
     found = slice_dim(cast(Parts, parts), index * length, length, 1, sizes, piece) if whole else None
-    return replace(given, dims=tuple(found if d == dim else other for d, other in enumerate(given.dims)), runs=given.axis_runs())
+    return replace(given.with_dim(dim, found), runs=given.axis_runs())
 
 
 def _keep_first(
@@ -377,7 +377,7 @@ def _with_dim(
     found = declared.dims[dim] if declared is not None else None
     if after is not None:
         found = after(found)
-    return replace(made, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)))
+    return replace(made, dims=given.with_dim(dim, found).dims)
 
 
 def _check_split(given: InferredSharding, axes: Axes, does: str) -> None:

@@ -107,7 +107,7 @@ def _all_reduce(x: Tensor, sizes: Mapping[str, int], axes: object, how: object) 
     _reduction(x, how)
 
 
-def _all_gather(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> None:
+def _along_dim(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> None:
     _group(axes, sizes)
     _dim(x, dim)
 
@@ -128,11 +128,6 @@ def _all_to_all(x: Tensor, sizes: Mapping[str, int], axes: object, split: object
 
 def _ring_shift(x: Tensor, sizes: Mapping[str, int], axes: object, steps: object) -> None:
     _integer(steps, "the number of places", 1, max(_group(axes, sizes) - 1, 1))
-
-
-def _order(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> None:
-    _group(axes, sizes)
-    _dim(x, dim)
 
 
 def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
@@ -224,13 +219,13 @@ def _ring_place(sizes: Mapping[str, int], coordinate: object, steps: object, ran
 
 _CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.all_reduce: _all_reduce,
-    spmd.all_gather: _all_gather,
+    spmd.all_gather: _along_dim,
     spmd.reduce_scatter: _reduce_scatter,
     spmd.broadcast: _broadcast,
     spmd.all_to_all: _all_to_all,
     spmd.ring_shift: _ring_shift,
-    spmd.to_zigzag: _order,
-    spmd.from_zigzag: _order,
+    spmd.to_zigzag: _along_dim,
+    spmd.from_zigzag: _along_dim,
     spmd.halo: _halo,
     spmd.halo_sum: _halo_sum,
     spmd.gather_rows: _gather_rows,

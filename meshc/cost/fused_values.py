@@ -19,6 +19,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.ir.regions import region_of
 from meshc.lazy_module import LazyModule
+from meshc.private import OpOverload
 from meshc.program import packing
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def is_fused(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Whether an element of a node's value is made of one of each of its operands."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False
     return torch.Tag.pointwise in node.target.tags or ir.op_name(node) == "aten._to_copy"
 

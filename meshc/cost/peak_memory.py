@@ -18,7 +18,6 @@ from functools import partial
 from math import prod
 from types import MappingProxyType
 
-import torch
 from torch.fx import Node
 
 from meshc import ir
@@ -34,6 +33,7 @@ from meshc.ir.sharing import Words
 from meshc.ir.storage_moves import TIERS
 from meshc.ir.trail import compute_tracked, is_tracked, largest
 from meshc.pipelining.pipeline_stages import slot
+from meshc.private import OpOverload
 from meshc.program import in_flight, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
@@ -114,7 +114,7 @@ def runs(program: PlainProgram) -> Counter[str]:
 
 def updates(node: Node) -> Iterator[tuple[Node, Node]]:
     """(parameter, gradient) of each parameter that an optimizer's operator updates."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "meshc":
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target.namespace != "meshc":
         return
     arguments = argument_names(node.target)[:2]
     if arguments == ("params", "grads"):

@@ -33,6 +33,7 @@ from meshc.lazy_module import LazyModule
 from meshc.ops import turns
 from meshc.ops.attention import rows_that_see
 from meshc.ops.attention_spans import spans
+from meshc.private import OpOverload
 from meshc.program import packing
 
 if TYPE_CHECKING:
@@ -147,9 +148,7 @@ def _runs(node: Node) -> bool:
 
 def _overwritten(node: Node) -> list[Node]:
     """The operands that an operator writes into."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    return written_operands(node.target, node.args, {})
+    return written_operands(node.target, node.args, {}) if isinstance(node.target, OpOverload) else []
 
 
 def _bytes(value: Node) -> int:

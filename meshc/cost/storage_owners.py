@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from meshc import ir
@@ -10,6 +9,7 @@ from meshc.ir import sharing, spmd
 from meshc.ir.schemas import returns_view
 from meshc.ir.sharing import Words
 from meshc.ops.in_place import REPLACED
+from meshc.private import OpOverload
 from meshc.program import packing
 from meshc.program.bucket import is_copy
 
@@ -19,7 +19,7 @@ def producing_call(node: Node) -> Node | None:
     if not ir.is_getitem(node):
         return None
     made, _ = ir.value_of(node)
-    if made.op != "call_function" or not isinstance(made.target, torch._ops.OpOverload) or made.target in REPLACED:
+    if made.op != "call_function" or not isinstance(made.target, OpOverload) or made.target in REPLACED:
         return None
     alone = not any(other.args[1] == node.args[1] for other in made.users if other is not node)
     return made if alone and not returns_view(made.target) else None

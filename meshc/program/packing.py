@@ -24,6 +24,7 @@ from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.regions import region_of
 from meshc.ir.schemas import returns_view
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
+from meshc.private import OpOverload
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -77,7 +78,7 @@ def may_overwrite(node: Node) -> bool:
     user, operand = node, node.args[0]
     while isinstance(operand, Node) and operand.op == "call_function" and set(operand.users) == {user}:
         target = operand.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return False
         if not returns_view(target):
             return target.namespace == "aten" and len(target._schema.returns) == 1
@@ -159,7 +160,7 @@ def is_alone(value: Node) -> bool:
             return False
         if is_getitem(value):
             made_by = operand.target
-            return isinstance(made_by, torch._ops.OpOverload) and not returns_view(made_by)
+            return isinstance(made_by, OpOverload) and not returns_view(made_by)
         if set(operand.users) != {value}:
             return False
         value = operand
@@ -169,7 +170,7 @@ def is_alone(value: Node) -> bool:
 def _may_share(node: Node) -> bool:
     """Whether a node's value may share its operand's memory. Operators of per-rank programs may return their operand: a mask of a tile
     without padding, a collective over one rank."""
-    return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)
+    return is_view(node) or not isinstance(node.target, OpOverload)
 
 
 def may_view(node: Node) -> bool:
@@ -198,8 +199,4 @@ def is_view(node: Node) -> bool:
     """Whether a node's value shares storage with its first operand: views, one result of several, updates in place."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    if is_getitem(node) or node.target is spmd.shard:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return returns_view(node.target)
+    return is_getitem(node) or node.target is spmd.shard or isinstance(node.target, OpOverload) and returns_view(node.target)

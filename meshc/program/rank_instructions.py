@@ -39,7 +39,7 @@ def steps_of(program: InstructionSource, coordinates: Mapping[str, int]) -> tupl
     """The instructions of the rank at these mesh coordinates, for one call."""
     if program.pipeline is None:
         return program.schedule
-    return tuple(_steps(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
+    return tuple(step for step, _ in _steps_and_items(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
 
 
 def items_of(program: InstructionSource, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
@@ -47,22 +47,7 @@ def items_of(program: InstructionSource, coordinates: Mapping[str, int]) -> tupl
     pipeline = program.pipeline
     if pipeline is None:
         return tuple(StageRun(step.stage, step.microbatch) if step.op == "run" else None for step in program.schedule)
-    rank = coordinates[pipeline.axis]
-    found: list[Item | None] = [
-        *_transfer_items(pipeline.shared, rank),
-        *(StageRun(step.stage) for step in _once(f"before_{rank}", program.stages)),
-    ]
-    starts = _starts(pipeline)
-    for item in pipeline.schedule.lists[rank]:
-        _, *more = _step(pipeline, program.stages, starts, item)
-        found += [item, *[None for _ in more]]
-    return (*found, *_transfer_items(pipeline.returned, rank), *(StageRun(step.stage) for step in _once(f"after_{rank}", program.stages)))
-
-
-def _transfer_items(moves: Sequence[Move], rank: int) -> Iterator[CallTransfer]:
-    for move in moves:
-        for step in _moves((move,), rank):
-            yield CallTransfer(step.op.upper(), move.key, move.source, move.target)
+    return tuple(item for _, item in _steps_and_items(pipeline, program.stages, coordinates[pipeline.axis]))
 
 
 def last_reads(program: PlainProgram, steps: Sequence[Step]) -> list[frozenset[str]]:
@@ -76,27 +61,28 @@ def last_reads(program: PlainProgram, steps: Sequence[Step]) -> list[frozenset[s
     return found[::-1]
 
 
-def _steps(pipeline: Pipeline, stages: Mapping[str, Stage], rank: int) -> Iterator[Step]:
+def _steps_and_items(pipeline: Pipeline, stages: Mapping[str, Stage], rank: int) -> Iterator[tuple[Step, Item | None]]:
     yield from _moves(pipeline.shared, rank)
     yield from _once(f"before_{rank}", stages)
     starts = _starts(pipeline)
     for item in pipeline.schedule.lists[rank]:
-        yield from _step(pipeline, stages, starts, item)
+        first, *more = _step(pipeline, stages, starts, item)
+        yield first, item
+        yield from ((step, None) for step in more)
     yield from _moves(pipeline.returned, rank)
     yield from _once(f"after_{rank}", stages)
 
 
-def _once(name: str, stages: Mapping[str, Stage]) -> Iterator[Step]:
+def _once(name: str, stages: Mapping[str, Stage]) -> Iterator[tuple[Step, Item]]:
     if name in stages:
-        yield Step("run", name)
+        yield Step("run", name), StageRun(name)
 
 
-def _moves(moves: tuple[Move, ...], rank: int) -> Iterator[Step]:
+def _moves(moves: Sequence[Move], rank: int) -> Iterator[tuple[Step, Item]]:
     for move in moves:
-        if rank == move.source:
-            yield Step("send", keys=(move.key,), peer=move.target)
-        elif rank == move.target:
-            yield Step("recv", keys=(move.key,), peer=move.source)
+        for op, mine, other in (("send", move.source, move.target), ("recv", move.target, move.source)):
+            if rank == mine:
+                yield Step(op, keys=(move.key,), peer=other), CallTransfer(op.upper(), move.key, move.source, move.target)
 
 
 def _starts(pipeline: Pipeline) -> dict[Action, list[Start]]:

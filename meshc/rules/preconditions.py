@@ -6,7 +6,7 @@
                                                             an operator makes of the operands a value of the gradient's shape
 
 Conditions on shapes hold on meta tensors as well, and are asked before anything runs; conditions on values are for real ones. A condition
-that cannot be asked of such operands raises, and does not hold (`meshc/check/unchecked_kernels.py`).
+that cannot be asked of such operands raises, and does not hold (`meshc/check/guards.py`).
 
 Which kernels need them was found by calling every operator that a program may name with operands of every kind between pages that cannot be
 read (`tests/attack`). An operator without preconditions looks at shapes and values itself, or walks its operands by their own sizes.

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from meshc.check.execution_errors import error_at_line
 from meshc.check.guards import guard_function
+from meshc.check.operators import error_at_line
 from meshc.errors import MeshcError
 from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function

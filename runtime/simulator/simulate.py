@@ -14,8 +14,8 @@ from typing import TypeVar, cast
 import torch
 from torch.fx import Node
 
-from meshc.check.execution_errors import error_at_line
 from meshc.check.guards import guard_function
+from meshc.check.operators import error_at_line
 from meshc.errors import CompileError, DeadlockError, MeshcError
 from meshc.ir import Record, records, spmd
 from meshc.ir.functions import Function, Keywords

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshc.check.guards import guard_function
+from meshc.check.guards import fault, guard_function
 from meshc.check.operators import infer_result
 from meshc.check.types import Wrong
-from meshc.check.unchecked_kernels import fault
 from meshc.rules import operator_of
 from tests.attack.corpus import Call
 from tests.attack.written import written
