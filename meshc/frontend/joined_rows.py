@@ -65,14 +65,14 @@ class JoinedRows(SelectedPlaces):
         return replace(self.index_rows(node, moved, RowIndex(chosen, dims)), at=at)
 
     def is_columns(self, node: Node) -> bool:
-        held = self.rows.get(node)
-        return isinstance(held, SelectedRows) and held.at > 0
+        held = self.selected(node)
+        return held is not None and held.at > 0
 
     def column(self, node: Node, name: str) -> SelectedRows:
         """A call that takes columns."""
         first, *more = node.args
-        held = self.rows.get(first) if isinstance(first, Node) else None
-        if not isinstance(held, SelectedRows) or len(node.all_input_nodes) != 1:
+        held = self.selected(first)
+        if held is None or len(node.all_input_nodes) != 1:
             raise NotFollowed("columns that a mask selects meet others")
         if name == "getitem" and isinstance(more[0], int):
             value = self._call(node, operator.getitem, held.value, (slice(None), more[0]))
@@ -90,15 +90,15 @@ class JoinedRows(SelectedPlaces):
         named = bind_arguments(torch.cat, node.args, node.kwargs)
         given: Any = named["tensors"]
         dim = named.get("dim", 0) % value_of(node).dim()
-        held = [self.rows.get(one) for one in given]
-        if any(isinstance(rows, tuple) for rows in held) or not any(isinstance(rows, SelectedRows) and rows.at == dim for rows in held):
+        held = [self.selected(one) for one in given]
+        if not any(rows is not None and rows.at == dim for rows in held):
             return False
         parts, counted = [], []
         for one, rows in zip(given, held, strict=True):
-            if isinstance(rows, SelectedRows) and rows.at != dim:
+            if rows is not None and rows.at != dim:
                 raise NotFollowed("columns that a mask selects meet rows")
-            parts.append(rows.value if isinstance(rows, SelectedRows) else self._call(node, torch.movedim, one, dim, 0))
-            counted.append(rows.chosen if isinstance(rows, SelectedRows) else int(value_of(one).shape[dim]))
+            parts.append(rows.value if rows is not None else self._call(node, torch.movedim, one, dim, 0))
+            counted.append(rows.chosen if rows is not None else int(value_of(one).shape[dim]))
         self.rows[node] = SelectedRows(self._call(node, torch.cat, parts), self.join_selections(node, tuple(counted)), at=dim)
         return True
 
@@ -116,9 +116,8 @@ class JoinedRows(SelectedPlaces):
 
     def without_rows(self, node: Node) -> None:
         """Replaces `s.new_zeros(8)`, which reads no rows, by the same call on the tensor of all rows."""
-        first = node.args[0]
-        rows = self.rows[first] if isinstance(first, Node) else None
-        assert isinstance(rows, SelectedRows)
+        rows = self.selected(node.args[0])
+        assert rows is not None
         node.replace_all_uses_with(self._call(node, node.target, rows.value, *node.args[1:], **node.kwargs))
 
     # Scattered by index.
@@ -126,9 +125,8 @@ class JoinedRows(SelectedPlaces):
     def numbers_of(self, index: Any) -> SelectedRows | None:
         """Selected rows of integers that are an index, and not the places of a mask."""
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        rows = self.rows.get(index) if isinstance(index, Node) else None
-        whole = isinstance(rows, SelectedRows) and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32)
-        return rows if whole and isinstance(rows, SelectedRows) else None
+        rows = self.selected(index)
+        return rows if rows is not None and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32) else None
 
     def scatter(self, node: Node, name: str) -> None:
         named = bind_with_defaults(node.target, node.args, node.kwargs)
@@ -154,17 +152,11 @@ class JoinedRows(SelectedPlaces):
 
     def write_by_numbers(self, node: Node, y: Node, index: SelectedRows | None, value: Any, adds: bool, write: Any) -> None:
         """`write(y, index, value)` of the rows that count. Others add 0 to row 0, or are written to one more row."""
-        rows = self.rows.get(value) if isinstance(value, Node) else None
-        if (
-            index is None
-            or isinstance(value, Node)
-            and value in self.begun
-            and (not isinstance(rows, SelectedRows) or rows.chosen != index.chosen)
-        ):
+        if index is None:
             raise NotFollowed("rows of another selection, or a number, are written there")
-        value = self.fill_unselected(node, rows).value if isinstance(rows, SelectedRows) else value
-        count = value_of(y).shape[0]
-        if adds and isinstance(rows, SelectedRows):
+        rows, count = self.rows_written(value, index.chosen), value_of(y).shape[0]
+        value = value if rows is None else self.fill_unselected(node, rows).value
+        if adds and rows is not None:
             made = write(y, self.fill_unselected(node, index).value, value)
         else:
             behind = self._call(node, torch.cat, [y, self._call(node, "new_zeros", y, [1, *value_of(y).shape[1:]])])

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from meshc.frontend.in_place_changes import is_changed_later
+from meshc.frontend.selected_places import index_of, is_mask, name_of, value_of
 from meshc.ops.signatures import bind_arguments
 from meshc.replacements import replace_targets
 
@@ -103,11 +104,11 @@ class _EqualMasks:
 def write_known_values(module: GraphModule) -> None:
     """Replace, in place, nodes of a trace whose size follows from a known value by a constant, or by an index with constants."""
     for node in list(module.graph.nodes):
-        if node.target is operator.getitem and (places := getattr(_example(node), PLACES, None)) is not None:
+        if node.target is operator.getitem and (places := getattr(value_of(node), PLACES, None)) is not None:
             _write_places(node, places)
-        elif _name(node) in ("getitem", "setitem") and node.args:
+        elif name_of(node) in ("getitem", "setitem") and node.args:
             _index_by_numbers(node)
-        elif _name(node).startswith("wrapped_") and not node.all_input_nodes:
+        elif name_of(node).startswith("wrapped_") and not node.all_input_nodes:
             _scale_by_number(node)
         if not is_sized_by_values(node) or is_changed_later(node):
             continue
@@ -121,7 +122,7 @@ def write_known_values(module: GraphModule) -> None:
             else:
                 continue
         made.meta = dict(node.meta)
-        several = node.args[0] if _name(node) == "getitem" else None
+        several = node.args[0] if name_of(node) == "getitem" else None
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
         if isinstance(several, Node) and not several.users:
@@ -138,32 +139,27 @@ def _places(index: Sequence[Any]) -> dict[int, Sequence[Tensor]]:
 
 def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
     """Replace the known masks of an index by the indices that each selects."""
-    given: Any = node.args[1]
-    index, written = given if isinstance(given, tuple) else (given,), list[Any]()
-    masks = iter(places.values())
+    written, masks = list[Any](), iter(places.values())
     with node.graph.inserting_before(node):
-        for one in index:
-            known = isinstance(_example(one), Tensor) and _example(one).dtype == torch.bool
-            written += [_literal(one, each) for each in next(masks)] if known else [one]
+        for one in index_of(node):
+            written += [_literal(one, each) for each in next(masks)] if is_mask(one) else [one]
     node.args = (node.args[0], tuple(written))
 
 
 def is_sized_by_values(node: Node) -> bool:
     """Whether a node's result has a size that values decide, or is an item of such a result."""
-    if _name(node) == "getitem" and node.args and isinstance(several := node.args[0], Node):
-        return _name(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
-    if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, _name(node)):
+    if name_of(node) == "getitem" and node.args and isinstance(several := node.args[0], Node):
+        return name_of(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
+    if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, name_of(node)):
         return False
-    if _name(node) != "repeat_interleave":
+    if name_of(node) != "repeat_interleave":
         return True
-    counts = bind_arguments(node.target, node.args, node.kwargs).get("repeats")
-    return isinstance(counts, Node) and isinstance(counts.meta.get("example_value"), Tensor)
+    return isinstance(value_of(bind_arguments(node.target, node.args, node.kwargs).get("repeats")), Tensor)
 
 
 def _index_by_numbers(node: Node) -> None:
     """Replace known masks of an index by the indices that each selects, and known numbers by Python numbers."""
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    numbers: list[Any] = []
+    index, numbers = index_of(node), list[Any]()
     for one in index:
         value = _constant(one)
         mask = value is not None and value.dtype == torch.bool
@@ -187,12 +183,8 @@ def _scale_by_number(node: Node) -> None:
 
 
 def _constant(node: object) -> Tensor | None:
-    value = getattr(_example(node), "constant", None)
+    value = getattr(value_of(node), "constant", None)
     return value if isinstance(value, Tensor) else None
-
-
-def _example(node: object) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def _literal(like: Node, value: Tensor) -> Node:
@@ -203,7 +195,7 @@ def _literal(like: Node, value: Tensor) -> Node:
 
 def _repeated_rows(node: Node) -> tuple[Node, int, Tensor] | None:
     """The operand, dim and row indices of `repeat_interleave` with known counts; None for any other call."""
-    if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
+    if name_of(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
         return None
     named = bind_arguments(node.target, node.args, node.kwargs)
     counts, dim = _constant(named.get("repeats")), named.get("dim")
@@ -243,7 +235,7 @@ def outcome(traced: Any) -> bool | None:
     elif not isinstance(traced, variables.SymNodeVariable):
         return None
     asked = traced.as_proxy().node
-    compare = COMPARED.get(_name(asked).strip("_"))
+    compare = COMPARED.get(name_of(asked).strip("_"))
     if compare is None or len(asked.args) != 2 or asked.kwargs:
         return None
     one, other = asked.args
@@ -257,16 +249,12 @@ def outcome(traced: Any) -> bool | None:
 
 
 def _is_draw(node: Node) -> bool:
-    while _name(node) in SAME:
+    while name_of(node) in SAME:
         given = node.all_input_nodes[0]
-        if len({dtype for one in (node, given) if (dtype := getattr(one.meta.get("example_value"), "dtype", None)) is not None}) > 1:
+        if len({dtype for one in (node, given) if (dtype := getattr(value_of(one), "dtype", None)) is not None}) > 1:
             return False  # a rounding may reach 0 or 1
         node = given
-    return _name(node) in DRAWS and not (_name(node) == "uniform_" and (len(node.args) > 1 or node.kwargs))
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name_of(node) in DRAWS and not (name_of(node) == "uniform_" and (len(node.args) > 1 or node.kwargs))
 
 
 def is_of(value: object, kind: Any) -> bool:

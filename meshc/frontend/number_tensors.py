@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from meshc.frontend.inserted_calls import map_arguments
 from meshc.frontend.joined_rows import JoinedRows
-from meshc.frontend.selected_places import DataNumber, NotFollowed, RowSelection, SelectedRows, first_of, is_unbacked, value_of
+from meshc.frontend.selected_places import DataNumber, NotFollowed, RowSelection, SelectedRows, first_of, index_of, is_unbacked, value_of
 from meshc.ir.functions import Target
 
 BUFFER: Final = "meshc_number_"
@@ -81,8 +81,7 @@ class NumberTensors(JoinedRows):
 
     def number_position(self, node: Node) -> int | None:
         """The first position of an index with a number that data decides; None if there is none."""
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        found = [dim for dim, one in enumerate(index) if any(each in self.numbers for each in nodes_in(one))]
+        found = [dim for dim, one in enumerate(index_of(node)) if any(each in self.numbers for each in nodes_in(one))]
         return found[0] if found and first_of(node) not in self.begun else None
 
     def numbers_in(self, node: Node) -> list[Node]:
@@ -92,8 +91,8 @@ class NumberTensors(JoinedRows):
 
     def number(self, node: Node, name: str) -> None:
         first = node.all_input_nodes[0]
-        held = self.rows.get(first)
-        if isinstance(held, SelectedRows):
+        held = self.selected(first)
+        if held is not None:
             if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
                 raise NotFollowed("a number is read of them")
             of = value_of(first)
@@ -129,7 +128,7 @@ class NumberTensors(JoinedRows):
 
     def by_number(self, node: Node, name: str) -> None:
         """A call that reads no rows, but their number."""
-        value = node.meta.get("example_value")
+        value = value_of(node)
         if not isinstance(value, Tensor):
             raise NotFollowed("how many they are decides something else than a tensor")
         if is_unbacked(node):

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -89,7 +89,7 @@ class RowIndex:
 
     chosen: RowSelection
     along: tuple[int, ...]
-    rest: tuple[Any, ...] = field(default_factory=tuple)
+    rest: tuple[Any, ...] = ()
 
 
 class SelectedPlaces(InsertedCalls):
@@ -110,6 +110,11 @@ class SelectedPlaces(InsertedCalls):
         self.stopped: set[Node] = set()
         self.done: list[Node] = []
         self._masks: dict[object, RowSelection] = {}
+
+    def selected(self, x: Any) -> SelectedRows | None:
+        """The rows that stand for an operand; None for one that is not selected rows."""
+        rows = self.rows.get(x) if isinstance(x, Node) else None
+        return rows if isinstance(rows, SelectedRows) else None
 
     def coordinates(self, node: Node, x: Any, columns: bool) -> None:
         mask = x if value_of(x).dtype == torch.bool else self._call(node, torch.ne, x, 0)
@@ -158,10 +163,8 @@ class SelectedPlaces(InsertedCalls):
             index: Any = named["index"]
         else:
             index = node.args[1]
-        rows = self.rows.get(index) if isinstance(index, Node) else None
-        if (
-            isinstance(rows, SelectedRows) and not rows.along and not value_of(rows.value).is_floating_point()
-        ):  # a lookup of rows in a table
+        rows = self.selected(index)
+        if rows is not None and not rows.along and not value_of(rows.value).is_floating_point():  # a lookup of rows in a table
             value = self._call(node, operator.getitem, x, self.fill_unselected(node, rows).value)
             self.rows[node] = self.fill_unselected(node, SelectedRows(value, rows.chosen))
             return
@@ -170,13 +173,13 @@ class SelectedPlaces(InsertedCalls):
     def place(self, like: Node, index: Any) -> RowIndex:
         """An index as indices of selected rows."""
         given = index if isinstance(index, tuple) else (index,)
-        if isinstance(given[0], Node) and given[0] not in self.begun and value_of(given[0]).dtype == torch.bool:
+        if is_mask(given[0]) and given[0] not in self.begun:
             if any(isinstance(one, Node) for one in given[1:]):
                 raise NotFollowed("of an index only a mask that stands first is followed")
             chosen = self.selection(like, given[0])
             return RowIndex(chosen, tuple(range(len(chosen.dims))), given[1:])
-        found = [self.rows.get(one) if isinstance(one, Node) else None for one in given]
-        rows = [one for one in found if isinstance(one, SelectedRows)]
+        found = [self.selected(one) for one in given]
+        rows = [one for one in found if one is not None]
         front = found[: len(rows)]
         if not rows or any(one not in rows for one in front) or any(isinstance(one, Node) for one in given[len(rows) :]):
             raise NotFollowed("of an index only places of selected rows that stand first are followed")
@@ -222,9 +225,10 @@ class SelectedPlaces(InsertedCalls):
 
     # Indices that a tensor holds.
 
-    def at_number(self, node: Node, name: str, index: tuple[Any, ...], dim: int) -> None:
+    def at_number(self, node: Node, name: str, dim: int) -> None:
         """`x[.., i : i + 4]` and `x[.., i]`, read or written, where a tensor holds i: by computed indices."""
-        x, entry = node.args[0], index[dim]
+        x, index = node.args[0], index_of(node)
+        entry = index[dim]
         assert isinstance(x, Node)
         sliced = isinstance(entry, slice)
         if name == "setitem" and sliced and self.write_span(node, x, index, dim):
@@ -340,6 +344,13 @@ class SelectedPlaces(InsertedCalls):
             raise NotFollowed("what they are written to is larger than the mask")
         node.replace_all_uses_with(written)
 
+    def rows_written(self, value: Any, chosen: RowSelection) -> SelectedRows | None:
+        """The selected rows that are written; None for another value. Raises NotFollowed for those of another selection."""
+        rows = self.selected(value)
+        if isinstance(value, Node) and value in self.begun and (rows is None or rows.chosen != chosen):
+            raise NotFollowed("rows of another selection, or a number, are written there")
+        return rows
+
     def part(self, node: Node, y: Node, place: RowIndex) -> Node:
         """The part of `y` that the mask's indices reach."""
         for dim, of in enumerate(place.along):
@@ -354,12 +365,10 @@ class SelectedPlaces(InsertedCalls):
         """The value of that part of `y` after the write."""
         chosen, y = place.chosen, self.part(node, y, place)
         rest = list(value_of(y).shape)[len(place.along) :]
-        rows = self.rows.get(value) if isinstance(value, Node) else None
-        if isinstance(value, Node) and value in self.begun and (not isinstance(rows, SelectedRows) or rows.chosen != chosen):
-            raise NotFollowed("rows of another selection, or a number, are written there")
+        rows = self.rows_written(value, chosen)
         at = self._call(node, "reshape", chosen.mask, [*chosen.dims, *[1] * len(rest)])
         given = value
-        if isinstance(rows, SelectedRows):
+        if rows is not None:
             inner = list(value_of(rows.value).shape)[1:]
             if len(inner) > len(rest) or value_of(rows.value).dtype != value_of(y).dtype:
                 raise NotFollowed("they are written as another dtype, or in another shape")
@@ -408,17 +417,22 @@ def name_of(node: Node) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """A node's value on the fake tensors of a trace."""
-    return node.meta.get("example_value")
+    """A node's value on the fake tensors of a trace; None for an operand that is no node."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def is_mask(x: Any) -> bool:
+    return isinstance(value := value_of(x), Tensor) and value.dtype == torch.bool
+
+
+def index_of(node: Node) -> tuple[Any, ...]:
+    """The entries of the index of a `getitem` or `setitem`."""
+    return node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
 
 
 def is_by_mask(node: Node) -> bool:
     """Whether a node is a tensor indexed by a mask with a fixed number of selected rows, which the model implies."""
-    if name_of(node) != "getitem" or not node.args or not isinstance(node.args[0], Node):
-        return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    masks = [value_of(one) for one in index if isinstance(one, Node)]
-    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in masks)
+    return name_of(node) == "getitem" and first_of(node) is not None and any(map(is_mask, index_of(node)))
 
 
 def is_unbacked(node: Node) -> bool:

@@ -40,16 +40,18 @@ from meshc.frontend.selected_places import (
     IN_PLACE,
     WRITES,
     NotFollowed,
-    RowIndex,
     RowSelection,
     SelectedRows,
+    first_of,
+    index_of,
     is_by_mask,
+    is_mask,
     is_unbacked,
     name_of,
     value_of,
 )
 from meshc.frontend.side_effects import is_check
-from meshc.frontend.sources import source_of
+from meshc.frontend.sources import bodies_of, source_of
 from meshc.ops.signatures import bind_arguments, bind_with_defaults
 
 STOPPED: Final = "meshc_stopped"
@@ -61,7 +63,7 @@ SUMMED: Final = ("sum", "mean", "any", "all", "count_nonzero")
 def follow_selected_rows(module: GraphModule) -> None:
     """Rewrite the selections of a trace, and the numbers that are its inputs, in place. Selections that cannot be followed stay, with the
     reason in their meta (`STOPPED`). Raises CaptureError for a number that is an input, where a call takes no tensor."""
-    for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
+    for body in bodies_of(module):
         if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
             _RowFollower(body).follow_calls()
             body.recompile()
@@ -116,26 +118,24 @@ class _RowFollower(NumberTensors):
     def begin(self, node: Node) -> None:
         name, args = name_of(node), node.args
         if name == "getitem" and isinstance(args[0], Node):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = index_of(node)
             masks = [one for one in index if isinstance(one, Node)]
-            if len(masks) != 1 or value_of(masks[0]).dtype != torch.bool:
+            if len(masks) != 1 or not is_mask(masks[0]):
                 raise NotFollowed("of an index only one mask is followed")
             if index[-1] is masks[0] and len(index) > 1 and all(one == slice(None) for one in index[:-1]):
                 self.rows[node] = self.select_columns(node, args[0], index)
                 return
             if index[0] is not masks[0]:
                 raise NotFollowed("of an index only a mask is followed that stands first, or last behind `:`")
-            chosen = self.selection(node, index[0])
-            self.rows[node] = self.index_rows(node, args[0], RowIndex(chosen, tuple(range(len(chosen.dims))), index[1:]))
+            self.rows[node] = self.index_rows(node, args[0], self.place(node, index))
         elif name == "masked_select":
             named = bind_arguments(node.target, args, node.kwargs)
             x, mask = named["input"], named["mask"]
             shape = torch.broadcast_shapes(value_of(x).shape, value_of(mask).shape)
             if tuple(value_of(mask).shape) != tuple(shape):
                 mask = self._call(node, torch.broadcast_to, mask, tuple(shape))
-            chosen = self.selection(node, mask)
-            x = self._call(node, torch.broadcast_to, x, tuple(shape))
-            self.rows[node] = self.index_rows(node, x, RowIndex(chosen, tuple(range(len(shape)))))
+            place = self.place(node, mask)
+            self.rows[node] = self.index_rows(node, self._call(node, torch.broadcast_to, x, tuple(shape)), place)
         elif name in ("nonzero", "argwhere") or name == "where" and len(args) == 1 and not node.kwargs:
             self.coordinates(node, args[0], name != "where" and not node.kwargs.get("as_tuple", False))
         elif name == "item" and self.example_of(args[0]).dtype != torch.bool and not value_of(args[0]).is_complex():
@@ -159,7 +159,7 @@ class _RowFollower(NumberTensors):
             return
         args: Any = node.args
         value: Any = value_of(node)
-        first: Any = args[0] if args else None
+        first: Any = first_of(node)
         if isinstance(value, torch.SymBool):
             return  # of a check
         if any(one in self.begun and one not in self.rows and one not in self.numbers for one in node.all_input_nodes):
@@ -170,13 +170,12 @@ class _RowFollower(NumberTensors):
             pass
         elif any(self.is_columns(one) for one in node.all_input_nodes):
             self.rows[node] = self.column(node, name)
-        elif name.startswith("new_") and not is_unbacked(node) and isinstance(self.rows.get(first), SelectedRows):
+        elif name.startswith("new_") and not is_unbacked(node) and self.selected(first) is not None:
             self.without_rows(node)
         elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
             self.rows[node] = held[args[1]]
         elif name in ("getitem", "setitem") and (dim := self.number_position(node)) is not None:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            self.at_number(node, name, index, dim)
+            self.at_number(node, name, dim)
         elif name == "setitem" and isinstance(given := args[2], Node) and given in self.numbers and first not in self.begun:
             number = self._call(node, "to", self.numbers[given].tensor, value_of(first).dtype)
             self._call(node, operator.setitem, first, args[1], number)
@@ -213,9 +212,9 @@ class _RowFollower(NumberTensors):
         if changed is not None:
             target = self.without_writing(node, changed)
         each = self.prove(node, target, name, value_of(first).shape[0])
-        old = node.meta.get("example_value")
+        old = value_of(node)
         weighs = any(
-            isinstance(value := one.meta.get("example_value"), Tensor) and value.requires_grad and one not in self.begun
+            isinstance(value := value_of(one), Tensor) and value.requires_grad and one not in self.begun
             for one in node.all_input_nodes
         )
         values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
@@ -241,8 +240,8 @@ class _RowFollower(NumberTensors):
         return self.fill_unselected(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
 
     def standing(self, node: Node, one: Node, weighs: bool) -> Node:
-        rows = self.rows[one]
-        assert isinstance(rows, SelectedRows)
+        rows = self.selected(one)
+        assert rows is not None
         return self.fill_unselected(node, rows).value if weighs and not rows.along else rows.value
 
     def still_along(self, rows: Sequence[SelectedRows], node: Node, name: str) -> tuple[int, ...]:
@@ -273,7 +272,7 @@ class _RowFollower(NumberTensors):
         """Proves that a call computes each of `rows` rows independently; returns the number of results per row. Raises NotFollowed."""
         numbers = numbers_for_proof(rows)
         with torch.no_grad(), RowProof(folded=True) as proof:
-            blank = lambda one: without_values(one.meta.get("example_value"), numbers, one in self.rows)  # noqa: E731
+            blank = lambda one: without_values(value_of(one), numbers, one in self.rows)  # noqa: E731
             size = partial(size_for_proof, numbers=numbers)
             args, kwargs = self.call_arguments(node, name, blank, size, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
             args, kwargs = map_arg((args, kwargs), blank)
@@ -298,8 +297,8 @@ class _RowFollower(NumberTensors):
         given: Any = node.args or (node.kwargs["input"],)
         first, *more = given
         named: dict[str, Any] = {**dict(zip(("dim", "keepdim"), more, strict=False)), **node.kwargs}
-        rows, said = self.rows.get(first), named.get("dim", named.get("axis"))
-        if not isinstance(rows, SelectedRows):
+        rows, said = self.selected(first), named.get("dim", named.get("axis"))
+        if rows is None:
             raise NotFollowed("places of rows are taken together")
         dims = value_of(rows.value).dim()
         over = [*range(dims)] if said in (None, [], ()) else said if isinstance(said, list | tuple) else [said]
@@ -358,8 +357,8 @@ class _RowFollower(NumberTensors):
     def by_class(self, node: Node, named: Mapping[str, Any]) -> None:
         """A classification loss: rows that are not selected get the ignored class."""
         x, target = named["input"], named["target"]
-        scores, classes = self.rows.get(x), self.rows[target]
-        if not isinstance(scores, SelectedRows) or not isinstance(classes, SelectedRows) or scores.chosen != classes.chosen:
+        scores, classes = self.selected(x), self.selected(target)
+        if scores is None or classes is None or scores.chosen != classes.chosen:
             raise NotFollowed("rows that different masks select meet")
         ignored = named.get("ignore_index", -100)
         values = {
