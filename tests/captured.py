@@ -54,7 +54,7 @@ class Captured:
         else:
             traced, given = TracedFunction(case.model, call_keys.call_module, case.model.forward), case.kwargs
         twin = plain_copy(case.model, None, double)
-        args, kwargs = widen_inputs(call_keys.canonical_call(traced.signature, (), given), double)
+        args, kwargs = widen_inputs(call_keys.canonical_call(traced, (), given), double)
         self.initial = deepcopy(twin.state_dict())  # with versions, which some modules' own loading reads
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), grad=train,

@@ -245,7 +245,7 @@ class CompileArguments:
 
     def in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """Arguments by name where the signature names them; hooks see what is passed by position, and what by name."""
-        inputs = call_keys.canonical_call(self.traced.signature, args, kwargs, self.traced.parameters)
+        inputs = call_keys.canonical_call(self.traced, args, kwargs)
         return (args, kwargs) if call_keys.has_hooks(self.called) else inputs
 
     def tensor_places(self, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]) -> tuple[int, ...]:

@@ -11,9 +11,8 @@ from torch import nn
 
 from meshc.errors import InputError
 from meshc.frontend.module_watch import ModuleState
-from meshc.frontend.train_step import StepSignature, TrainStep
+from meshc.frontend.train_step import StepSignature, TracedFunction, TrainStep
 from meshc.ir import trees
-from meshc.ir.functions import Function
 
 
 def name_of(what: object) -> str:
@@ -32,14 +31,14 @@ def call_inside(path: str, module: nn.Module, *args: object, **kwargs: object) -
 
 
 def canonical_call(
-    signature: Function, args: Sequence[object], kwargs: Mapping[str, object], parameters: Sequence[inspect.Parameter] | None = None
+    traced: TracedFunction, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Canonical form of a call: positional arguments by name where the signature names them, so that both ways to call share a compilation.
-    `parameters`: the signature's, if already read. Raises InputError for an argument that is passed by position and by name.
+    Raises InputError for an argument that is passed by position and by name.
 
     Arguments of the signature's `*args` have no name, and neither have the positional arguments before them.
     """
-    parameters = parameters_of(signature) if parameters is None else parameters
+    parameters = traced.parameters
     if parameters is None:
         return tuple(args), dict(kwargs)
     named = dict(kwargs)
@@ -53,8 +52,8 @@ def canonical_call(
             named[parameters[position].name] = argument
         else:
             rest.append(argument)
-    if isinstance(signature, StepSignature):
-        signature.check(rest, named)
+    if isinstance(traced.signature, StepSignature):
+        traced.signature.check(rest, named)
     order = {parameter.name: index for index, parameter in enumerate(parameters)}
     return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
@@ -66,14 +65,6 @@ def has_hooks(called: object) -> bool:
         return False
     before = [hook for hook in model._forward_pre_hooks.values() if not getattr(hook, "of_meshc", False)]
     return bool(before or model._forward_hooks)
-
-
-def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
-    """The parameters of a signature; None where Python has no signature."""
-    try:
-        return list(inspect.signature(signature).parameters.values())
-    except (TypeError, ValueError):
-        return None
 
 
 InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]

@@ -54,7 +54,7 @@ class ProcessValues:
         if place.root not in sys.modules and place.root not in (MODEL, FUNCTION, INPUTS):
             with contextlib.suppress(Exception):  # as the trace did when it reached this module
                 importlib.import_module(place.root)
-        value = self.there.at(place)[0]
+        value = self.there.value(place)
         if read_places.is_own(place.root):
             return portable(value) if traced_code.is_foreign(value) else "torch's"
         if id(value) in self._names and isinstance(value, Tensor):
@@ -69,7 +69,7 @@ class ProcessValues:
 
     def values(self, places: Collection[ReadPlace]) -> Iterator[tuple[ReadPlace, str]]:
         """Values at places as texts."""
-        lists = {ReadPlace(place.root, place.steps[:-1]) for place in places if place.steps and place.steps[-1][0] == ITEM}
+        lists = {place.up() for place in places if place.steps and place.steps[-1][0] == ITEM}
         return ((place, self.text(place, place in lists)) for place in places)
 
     def texts(self, places: Collection[ReadPlace]) -> dict[str, str]:
@@ -78,7 +78,7 @@ class ProcessValues:
 
     def lines(self, places: Iterable[ReadPlace]) -> str:
         """A digest of the source lines of the code at these places; messages and comments of a program name those lines."""
-        codes = dict.fromkeys(function.__code__ for place in places if (function := function_of(self.there.at(place)[0])) is not None)
+        codes = dict.fromkeys(function.__code__ for place in places if (function := function_of(self.there.value(place))) is not None)
         rows = [(code.co_filename, code.co_firstlineno, code.co_linetable) for code in codes if not traced_code.is_stock(code)]
         return traced_code.digest_of(repr(rows).encode())
 
@@ -124,16 +124,16 @@ def trace_dependencies(
     ran = [one for one in code if not traced_code.is_stock(one)]
     there, places = here.there, dict.fromkeys((ReadPlace(FUNCTION, ()), *read))
     places |= dict.fromkeys(read_values.methods(there, list(places), ran, installed=True))
-    globals_of = _globals_by_code(function_of(there.at(place)[0]) for place in places)
+    globals_of = _globals_by_code(function_of(there.value(place)) for place in places)
     rest = [one for one in ran if one not in globals_of]
     files = [(getattr(module, "__file__", None), name) for name, module in [*sys.modules.items()]] if rest else []
     modules = {os.path.abspath(file): name for file, name in files if isinstance(file, str)}
     for one in rest:
         if (place := _place_by_name(one, modules, there)) is not None:
             places[place] = None
-            globals_of |= _globals_by_code([function_of(there.at(place)[0])])
+            globals_of |= _globals_by_code([function_of(there.value(place))])
     kept = [place for place in places if place not in numbers and not _is_compared_before(place)]
-    kept = [place for place in kept if place.root != INPUTS or not isinstance(there.at(place)[0], Tensor)]
+    kept = [place for place in kept if place.root != INPUTS or not isinstance(there.value(place), Tensor)]
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
     why = _reason_not_portable(ran, globals_of, unplaced)
     return Dependencies(dict(here.values(kept)), {name: variable(name) for name in names}, why)
@@ -162,7 +162,7 @@ def _place_by_name(code: CodeType, modules: Mapping[str, str], there: PlaceLooku
     place = ReadPlace(module, (*steps, (ITEM if steps else ATTRIBUTE, name)))
     found, seen = [place], set[FunctionType]()
     for place in found:  # grows: a decorator's wrapper holds the function
-        function = function_of(there.at(place)[0])
+        function = function_of(there.value(place))
         if function is None or function in seen:
             continue
         seen.add(function)

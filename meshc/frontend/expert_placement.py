@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import PlanError
-from meshc.frontend.expert_rows import ExpertSlots
+from meshc.ops.expert_copies import choices_to_places
+from meshc.ops.expert_slots import choices_to_slots
 
 CALL: Final = "_meshc_experts"
 """The attribute of a module whose call replaces the loop: CALL(values by name, sum so far), which adds to the sum."""
@@ -44,10 +45,17 @@ def slots_of(module: nn.Module) -> Tensor | None:
     return module._buffers.get(SLOTS)
 
 
-def expert_slots_of(module: nn.Module) -> ExpertSlots | None:
-    """The placement of experts that may be moved; None for others."""
+def chosen_places(module: nn.Module, choice: Tensor, groups: int, each: int) -> tuple[Tensor, Tensor | None]:
+    """Choices of experts [t, k] as choices of their places, in `groups` groups of `each` experts, and the slots that each group has copies
+    of [groups, n]; None: no group has copies."""
     slots = slots_of(module)
-    return None if slots is None else ExpertSlots(slots, module._buffers.get(COPIES))
+    if slots is None:
+        return choice, None
+    places, copies = choices_to_slots(choice, slots), module._buffers.get(COPIES)
+    if copies is None or groups == 1:
+        return places, None
+    rows = torch.arange(choice.shape[0], device=choice.device)
+    return choices_to_places(places, copies[:groups], rows, each), copies[:groups]
 
 
 def copies_per_rank(module: nn.Module) -> int:

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
+from meshc.frontend.expert_placement import chosen_places
 from meshc.ops.bounded_groups import bounded_choices, from_places, to_places
-from meshc.ops.expert_copies import by_group, choices_to_places, copies_of, in_line
+from meshc.ops.expert_copies import by_group, copies_of, in_line
 from meshc.ops.expert_groups import from_groups, group_choices, group_mm, to_groups, weights_of_groups
-from meshc.ops.expert_slots import choices_to_slots
 from meshc.ops.routed_mm import routed_mm
 
 
@@ -88,8 +88,7 @@ class _InGroups:
 
     def bias(self, bias: Tensor) -> Tensor:
         """The bias as a product too: rows of one element that is 1, with matrices of one row."""
-        ones = torch.ones(*self.choice.shape, 1, dtype=bias.dtype, device=bias.device)
-        return group_mm(ones, self._places(bias.unsqueeze(1)), self.choice, self.each, self.filled)
+        return self.product(torch.ones(*self.choice.shape, 1, dtype=bias.dtype, device=bias.device), bias.unsqueeze(1))
 
     def _places(self, matrices: Tensor) -> Tensor:
         """The matrices of all places, group by group, with those of copies."""
@@ -110,14 +109,11 @@ class GroupRows(_InGroups):
         self.most = min(chosen, self.each)
         self.filled = chosen / (self.most * form.count)
         self.own, slot = group_choices(choice, form.count, self.each, self.most, 0)
-        self.choice = self._flat(self.own)
-        self.weights = self._flat(weights_of_groups(weights, self.own, slot)).unsqueeze(-1)
-
-    def _flat(self, x: Tensor) -> Tensor:
-        return x.reshape(self.groups, self.tokens * self.most, *x.shape[3:])
+        self.choice = self.own.flatten(1, 2)
+        self.weights = weights_of_groups(weights, self.own, slot).flatten(1, 2).unsqueeze(-1)
 
     def to(self, x: Tensor) -> Tensor:
-        return self._flat(to_groups(x, self.own))
+        return to_groups(x, self.own).flatten(1, 2)
 
     def back(self, rows: Tensor) -> Tensor:
         return from_groups(rows.reshape(self.groups, self.tokens, self.most, -1), self.own)
@@ -147,15 +143,12 @@ class BoundedRows(_InGroups):
         self.filled = min(1.0, self.tokens * self.chosen / form.count / self.places)
         rows = choice.reshape(self.batch, self.tokens, self.chosen)
         own, self.place = bounded_choices(rows, form.count, self.each, self.places, 0, form.count, "")
-        self.choice = self._flat(own)
+        self.choice = own.flatten(1, 2)
         by_choice = weights.reshape(self.batch, self.tokens * self.chosen, 1)
-        self.weights = self._flat(to_places(by_choice, self.place, 1))
-
-    def _flat(self, x: Tensor) -> Tensor:
-        return x.reshape(self.groups, self.batch * self.places, *x.shape[3:])
+        self.weights = to_places(by_choice, self.place, 1).flatten(1, 2)
 
     def to(self, x: Tensor) -> Tensor:
-        return self._flat(to_places(x.reshape(self.batch, self.tokens, -1), self.place, self.chosen))
+        return to_places(x.reshape(self.batch, self.tokens, -1), self.place, self.chosen).flatten(1, 2)
 
     def back(self, rows: Tensor) -> Tensor:
         rows = rows.reshape(self.groups, self.batch, self.places, -1)
@@ -165,52 +158,24 @@ class BoundedRows(_InGroups):
 Layout = ChoiceRows | GroupRows | BoundedRows
 
 
-@dataclass(frozen=True)
-class ExpertSlots:
-    """The placement of a layer's experts.
-
-    slots   the slot of each expert [experts]
-    copies  the slot that each place for copies has a copy of, [ranks or more, n]; None: there are no copies
-    """
-
-    slots: Tensor
-    copies: Tensor | None
-
-    def places(self, choice: Tensor, experts: int, form: ExpertForm) -> tuple[Tensor, Tensor | None]:
-        """Choices of experts [t, k] as choices of places, and the slots that each group has copies of [groups, n]."""
-        slots = choices_to_slots(choice, self.slots)
-        if self.copies is None or form.count == 1:
-            return slots, None
-        copies = self.copies[: form.count]
-        rows = torch.arange(choice.shape[0], device=choice.device)
-        return choices_to_places(slots, copies, rows, form.each(experts)), copies
-
-
-def rows_for_choices(
-    choice: Tensor, weights: Tensor, experts: int, form: ExpertForm, some: bool = False, copies: Tensor | None = None
-) -> Layout:
-    """The layout for choices [t, k] among `experts` experts (or among the places of experts and their `copies` [groups, n]) and their
-    weights. With a capacity, or with `some`, -1 chooses none."""
-    if form.count == 1:
-        return ChoiceRows(choice, weights, some or form.capacity is not None)
-    if form.bound is None and form.capacity is None:
-        return GroupRows(experts, choice, weights, form, copies)
-    return BoundedRows(experts, choice, weights, form, copies)
-
-
 def routed_sum(
-    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: ExpertForm,
-    some: bool = False, where: ExpertSlots | None = None,
-) -> Tensor:  # fmt: skip
-    """Dispatch, experts and combine: the sum over the experts of each token [t, h], by weight. `made` computes the experts' sum of tokens
-    in a layout. `where`: the experts' placement, if other than by their numbers."""
-    taken = choice if form.capacity is None else form.capacity.limit_choices(choice, weights, form.batch, experts)
-    lies, copies = (taken, None) if where is None else where.places(taken, experts, form)
-    if form.capacity is None:
-        return made(x, rows_for_choices(lies, weights, experts, form, some, copies))
-    kept = torch.where(taken < 0, 0.0, weights)
-    out = made(x, rows_for_choices(lies, kept, experts, form, copies=copies))
-    if form.capacity.overflow != "pass":
+    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, module: Any, some: bool = False
+) -> Tensor:
+    """Dispatch, experts and combine: the sum over the experts of each token [t, h], by weight, in the form and the placement that `module`
+    has. `made` computes the experts' sum of tokens in a layout. With a capacity, or with `some`, a choice of -1 is none."""
+    form: ExpertForm = getattr(module, FORM, ExpertForm())
+    limit = form.capacity
+    taken = choice if limit is None else limit.limit_choices(choice, weights, form.batch, experts)
+    lies, copies = chosen_places(module, taken, form.count, form.each(experts))
+    kept = weights if limit is None else torch.where(taken < 0, 0.0, weights)
+    if form.count == 1:
+        layout: Layout = ChoiceRows(lies, kept, some or limit is not None)
+    elif form.bound is None and limit is None:
+        layout = GroupRows(experts, lies, kept, form, copies)
+    else:
+        layout = BoundedRows(experts, lies, kept, form, copies)
+    out = made(x, layout)
+    if limit is None or limit.overflow != "pass":
         return out
     left = torch.where(taken < 0, weights, 0.0).sum(1, keepdim=True)
     return out + (x * left).to(out.dtype)

@@ -11,7 +11,7 @@ all experts, a product uses the weight of the expert that a row has chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshc.ir.schemas import RESHAPES, arguments_by_name
-from meshc.private import TorchDispatchMode
+from meshc.private import TorchDispatchMode, trees_of_torch
 
 aten = torch.ops.aten
 
@@ -130,8 +130,8 @@ def _record_run(expert: nn.Module, width: int) -> Tape:
     for name, each in expert.named_modules():
         if any(getattr(each, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")):
             raise NotRows(f"{name or 'it'} has a hook")
-    blank = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_parameters()}
-    blank |= {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_buffers()}
+    held = {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
+    blank = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in held.items()}
     dtype = next(iter(blank.values())).dtype
     noted, proof = _TapeRecorder({id(blank[name]): name for name, _ in expert.named_parameters()}), RowProof()
     with torch.no_grad(), proof:
@@ -162,7 +162,7 @@ class _TapeRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        found = list(_tensors(made))
+        found = _tensors(made)
         if not found or getattr(func, "__name__", "") == "__get__":  # a size, a dtype
             if found:
                 raise NotRows("it reads an attribute of a tensor that is a tensor")
@@ -193,12 +193,8 @@ class _TapeRecorder(TorchFunctionMode):
         return value
 
 
-def _tensors(made: object) -> Iterator[Tensor]:
-    if isinstance(made, Tensor):
-        yield made
-    elif isinstance(made, list | tuple):
-        for each in made:
-            yield from _tensors(each)
+def _tensors(made: object) -> list[Tensor]:
+    return [each for each in trees_of_torch.tree_leaves(made) if isinstance(each, Tensor)]
 
 
 class RowProof(TorchDispatchMode):
@@ -261,21 +257,17 @@ class RowProof(TorchDispatchMode):
         return False
 
 
-def play(tape: Tape, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Callable[[str], Tensor]) -> Tensor:
-    """The expert's output for rows [n, h]. `product(rows, matrices, bias)` takes matrices [experts, in, out] and biases [experts, out]."""
+def play(tape: Tape, rows: Tensor, product: Callable[..., Tensor], weight: Callable[[str], Tensor]) -> Tensor:
+    """The expert's output for rows [n, h]. `product(function, *args, **kwargs)` is a call of weights and biases of all experts, stacked."""
     values: dict[str, Any] = {ROW_INPUT.name: rows}
 
     def value_of(name: str) -> Any:
         return values[name] if name in values else weight(name)
 
     for result, call in tape.steps:
-        if any(isinstance(each, Name) and each.name not in values for each in (*call.args, *(value for _, value in call.kwargs))):
-            args, kwargs = evaluate(call.args, value_of), dict(evaluate(call.kwargs, value_of))
-            x, matrices = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            made: Any = product(x, matrices.transpose(1, 2) if call.function is F.linear else matrices, bias)
-        else:
-            made = evaluate(call, value_of)
+        weighs = any(isinstance(each, Name) and each.name not in values for each in (*call.args, *(value for _, value in call.kwargs)))
+        args, kwargs = evaluate(call.args, value_of), dict(evaluate(call.kwargs, value_of))
+        made: Any = product(call.function, *args, **kwargs) if weighs else call.function(*args, **kwargs)
         for name, each in ((result, made),) if isinstance(result, Name) else zip(result, made, strict=True):
             values[name.name] = each
     found: Tensor = values[tape.result.name]

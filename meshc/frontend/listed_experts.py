@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
-from meshc.frontend.expert_placement import CALL, copies_per_rank, expert_slots_of, is_stock, stacked_parameters
+from meshc.frontend.expert_placement import CALL, copies_per_rank, is_stock, slots_of, stacked_parameters
 from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
 from meshc.frontend.expert_tape import NotRows, Tape, evaluate, play, record
 from meshc.frontend.libraries.known_experts import KNOWN, ROUTERS
@@ -59,9 +60,8 @@ def is_of_all(module: nn.Module) -> bool:
 
 def looped_expert_counts(model: nn.Module) -> dict[str, int]:
     """Number of experts, by the path of each module that loops over modules and gives each expert its own tokens."""
-    found = {path: (each, loop_of(each)) for path, each in model.named_modules()}
-    loops = {path: (each, loop) for path, (each, loop) in found.items() if loop is not None and loop.inline is None}
-    return {path: loop.count(each) for path, (each, loop) in loops.items() if not loop.of_all}
+    found = [(path, each, loop_of(each)) for path, each in model.named_modules()]
+    return {path: loop.count(each) for path, each, loop in found if loop is not None and loop.inline is None and not loop.of_all}
 
 
 @contextmanager
@@ -111,8 +111,9 @@ def unchosen_parameters(module: nn.Module) -> dict[str, tuple[tuple[str, int], .
     within: set[int] = set()
     for path, each in module.named_modules():
         loop = loop_of(each)
-        apart = loop is not None and loop.skips and loop.inline is None  # stacked weights always have a gradient
-        modules = loop.experts(each) if loop is not None and apart else ()
+        modules: list[nn.Module] = []
+        if loop is not None and loop.skips and loop.inline is None:  # stacked weights always have a gradient
+            modules = loop.experts(each)
         if isinstance(each, nn.AdaptiveLogSoftmaxWithLoss):
             modules = list(each.tail)
         for number, expert in enumerate(modules):
@@ -195,15 +196,13 @@ def _add_experts(loop: Loop, tape: Tape, module: nn.Module, values: dict[str, An
     """The call in the place of the loop: adds to `before` the weighted sum of the outputs of x [.., h]'s chosen experts, choices [..,
     k]. `values`: of the forward, by name."""
     experts = loop.count(module)
-    form: ExpertForm = getattr(module, FORM, ExpertForm())
-    if tape.draws and form.count > 1:
+    if tape.draws and getattr(module, FORM, ExpertForm()).count > 1:
         raise CaptureError(
             "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
             "what to do: a dropout of 0 inside experts, or no axis that splits them"
         )
     x, choice, weights = evaluate(loop.values, {"self": module, **values}.__getitem__)
-    tokens, where = x.reshape(-1, x.shape[-1]), expert_slots_of(module)
-    slots = None if where is None else where.slots
+    tokens, slots = x.reshape(-1, x.shape[-1]), slots_of(module)
     if loop.single and choice is not None and choice.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
         raise CaptureError(
             f"the loop over experts at line {loop.line} writes a row for each token, and has choices {list(choice.shape)} for tokens "
@@ -212,15 +211,16 @@ def _add_experts(loop: Loop, tape: Tape, module: nn.Module, values: dict[str, An
     choice, weights = _choices(loop, choice, weights, tokens, experts)
 
     def weight(which: str) -> Tensor:
+        read = attrgetter(which)
         if loop.inline is not None:
-            return _attribute(module, which)
-        stacked = torch.stack([_attribute(each, which) for each in loop.experts(module)])
+            return read(module)
+        stacked = torch.stack([read(each) for each in loop.experts(module)])
         return stacked if slots is None else in_order(stacked, experts_by_slot(slots), slots)
 
     def expert_sum(x: Tensor, layout: Layout) -> Tensor:
         return layout.back(_replay_tape(tape, weight, x, layout) * layout.weights)
 
-    out = routed_sum(expert_sum, tokens, choice, weights, experts, form, some=True, where=where)
+    out = routed_sum(expert_sum, tokens, choice, weights, experts, module, some=True)
     out = out.reshape(before.shape).to(before.dtype)
     return before.copy_(out) if loop.blank else before.add_(out)  # in place, as the loop does: another name may be a view of it
 
@@ -267,8 +267,9 @@ def _replay_tape(tape: Tape, weight: Callable[[str], Tensor], x: Tensor, layout:
     rows = layout.to(x)
     groups = rows.shape[:-1]
 
-    def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
-        made = layout.product(_as_linear(rows).reshape(*groups, rows.shape[-1]), _as_linear(matrices))
+    def product(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        matrices = weight.transpose(1, 2) if function is F.linear else weight
+        made = layout.product(_as_linear(input).reshape(*groups, input.shape[-1]), _as_linear(matrices))
         made = made if bias is None else made + layout.bias(_as_linear(bias))
         return own(made.reshape(-1, made.shape[-1]))
 
@@ -286,13 +287,6 @@ def _as_linear(x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             return x.to(torch.get_autocast_dtype(device))
     return x
-
-
-def _attribute(module: Any, which: str) -> Tensor:
-    for name in which.split("."):
-        module = getattr(module, name)
-    found: Tensor = module
-    return found
 
 
 # Recognition of the loop over experts in a module's forward: over modules that it calls, or over rows of stacked weights.

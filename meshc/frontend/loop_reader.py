@@ -346,9 +346,8 @@ def _call_of(name: str, *given: ast.expr) -> ast.Call:
 
 def _call_statement(found: ast.For, read: list[str], into: str) -> ast.stmt:
     """The call in the place of a loop, all at the line of the loop."""
-    called = ast.Attribute(ast.Name("self", ast.Load()), CALL, ast.Load())
-    values = ast.Dict([ast.Constant(name) for name in read], [ast.Name(name, ast.Load()) for name in read])
-    made = ast.copy_location(ast.Expr(ast.Call(called, [values, ast.Name(into, ast.Load())], [])), found)
+    values = ", ".join(f"{name!r}: {name}" for name in read)
+    (made,) = ast.parse(f"self.{CALL}({{{values}}}, {into})").body
     for each in ast.walk(made):
         if isinstance(each, ast.expr | ast.stmt):
             ast.copy_location(each, found)
@@ -361,7 +360,7 @@ def names_of(x: ast.AST) -> set[str]:
 
 
 def stored_names(x: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(x) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return {each.id for each in ast.walk(x) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
 
 
 def _value_of(x: ast.expr) -> Any:
@@ -373,12 +372,14 @@ def _value_of(x: ast.expr) -> Any:
 
 def _changed_names(statement: ast.stmt) -> set[str]:
     """Names that a statement assigns, or whose values it changes."""
-    found = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    found = stored_names(statement)
     for each in ast.walk(statement):
-        inside: ast.expr | None = None
-        if isinstance(each, ast.Subscript) and not isinstance(each.ctx, ast.Load):
-            inside = each.value
-        elif isinstance(each, ast.Attribute) and each.attr.endswith("_") and not each.attr.startswith("_"):
-            inside = each.value
-        found |= names_of(inside) - {"self", "torch"} if inside is not None else set()
+        if (
+            isinstance(each, ast.Subscript)
+            and not isinstance(each.ctx, ast.Load)
+            or isinstance(each, ast.Attribute)
+            and each.attr.endswith("_")
+            and not each.attr.startswith("_")
+        ):
+            found |= names_of(each.value) - {"self", "torch"}
     return found

@@ -11,9 +11,9 @@ the number itself, and no tensor (a size, an index, `range`, the probability of 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any, Final
 
 import sympy
@@ -129,6 +129,6 @@ class NumberInputs:
 def _unique(names: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for name in names:
-        times = next(times for times in range(1, sys.maxsize) if (name if times == 1 else f"{name}_{times}") not in found)
-        found[name if times == 1 else f"{name}_{times}"] = None
+        numbered = (f"{name}_{times}" for times in count(2))
+        found[next(one for one in chain((name,), numbered) if one not in found)] = None
     return list(found)

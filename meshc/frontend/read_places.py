@@ -67,6 +67,10 @@ class ReadPlace:
         """The places that contain this one, outermost first."""
         return (ReadPlace(self.root, self.steps[:length]) for length in range(1, len(self.steps)))
 
+    def up(self, steps: int = 1) -> ReadPlace:
+        """The place of which this one is so many steps away."""
+        return ReadPlace(self.root, self.steps[:-steps])
+
     def then(self, *steps: Step) -> ReadPlace:
         return ReadPlace(self.root, (*self.steps, *steps))
 
@@ -172,6 +176,7 @@ def shadows(place: ReadPlace) -> Iterator[ReadPlace]:
 
 
 def _place(node: ast.expr) -> ReadPlace:
+    steps: list[Step]
     match node:
         case ast.Name(id="ROOT"):
             return ReadPlace("", ())
@@ -179,29 +184,33 @@ def _place(node: ast.expr) -> ReadPlace:
             return ReadPlace(INPUTS, ((ITEM, 0),))
         case ast.Attribute(value=ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value="self")), attr="in_spec"):
             return ReadPlace(INPUTS, ((ITEM, 1),))
-        case ast.Attribute(value=value, attr=name):
-            return _with_root(_place(value).then((ATTRIBUTE, name)))
+        case (
+            ast.Attribute(value=value, attr=name)
+            | ast.Call(func=ast.Attribute(ast.Name("object"), "__getattribute__"), args=[value, ast.Constant(str(name))])  # torch 2.11
+        ):
+            steps = [(ATTRIBUTE, name)]
         case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))) if name.startswith(_IMPORT):
             return ReadPlace(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
         case ast.Subscript(
             ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [value])]), ast.Constant(int(number))
         ):
-            return _with_root(_place(value).then((KEY, number)))
+            steps = [(KEY, number)]
         case ast.Subscript(value=ast.Call(func=ast.Name("list"), args=[ast.Call(args=[value])]), slice=ast.Constant(int(number))):
-            return _with_root(_place(value).then((KEYS, None), (ITEM, number)))
+            steps = [(KEYS, None), (ITEM, number)]
         case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
-            return _with_root(_place(value).then((ITEM, key)))
-        case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
-            return _with_root(_place(value).then((NTH, number)))
-        case ast.Call(ast.Attribute(ast.Name("dict"), "__getitem__"), [value, ast.Subscript(slice=ast.Constant(int(number)))]):
-            return _with_root(_place(value).then((NTH, number)))
-        case ast.Call(func=ast.Attribute(ast.Name("object"), "__getattribute__"), args=[value, ast.Constant(str(name))]):  # torch 2.11
-            return _with_root(_place(value).then((ATTRIBUTE, name)))
+            steps = [(ITEM, key)]
+        case (
+            ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number))))
+            | ast.Call(ast.Attribute(ast.Name("dict"), "__getitem__"), [value, ast.Subscript(slice=ast.Constant(int(number)))])
+        ):
+            steps = [(NTH, number)]
         case ast.Call(func=ast.Name(id="dict"), args=[value]):
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):
             return _place(value).then((TYPE, None))
-    raise _NotAPlace
+        case _:
+            raise _NotAPlace
+    return _with_root(_place(value).then(*steps))
 
 
 def _with_root(place: ReadPlace) -> ReadPlace:

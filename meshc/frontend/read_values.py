@@ -143,7 +143,6 @@ class Reads:
         self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
         self._look: _IdentityCheck | None = None
         self._values: Values | None = None
-        self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
 
     def __len__(self) -> int:
         """The number of values that a call compares."""
@@ -170,27 +169,27 @@ class Reads:
     def _resolve(self) -> tuple[_IdentityCheck, Values]:
         there, self._numbers = PlaceLookup(self._roots), []
         inputs = {one.place: one for one in self.inputs}
-        by_items = {_base(place) for place in self.places if place.steps[-1][0] == ITEM}
+        by_items = {place.up() for place in self.places if place.steps[-1][0] == ITEM}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
         look, described, texts = _IdentityCheck(), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
+            text = f"{text} ({len(described) + 1})" if text in texts else text
             if _stays(place, there):
                 described.append("")
-                texts[f"{text} ({len(described)})" if text in texts else text] = ""
+                texts[text] = ""
                 continue
             number = inputs.get(place)
             shallow = place in by_items and isinstance(value, list | tuple)
             described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._describe(value))
-            text = f"{text} ({len(described)})" if text in texts else text
             texts[text] = _value_text(value)
-            base = there.at(_base(place))[0]
+            base = there.value(place.up())
             if number is not None:
                 self._numbers.append((number, partial(_take_step, base, place.steps[-1]), described[-1], text))
                 continue
             look.note(base, place.steps[-1], value)
             if (TYPE, None) in place.steps:
-                instance = there.at(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None))]))[0]
+                instance = there.value(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None))]))
                 look.note(instance, (TYPE, None), type(instance))
             look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
         look.close()
@@ -231,9 +230,9 @@ def methods(there: PlaceLookup, places: Iterable[ReadPlace], traced: Iterable[ty
     has read, which it may have instantiated; Dynamo assumes that classes keep their methods. `installed`: also read classes of installed
     packages."""
     ran, found = frozenset(traced), dict[type, ReadPlace]()
-    modules = [ReadPlace(MODEL, _steps_to(path)) for path, _ in there.at(ReadPlace(MODEL, ()))[0].named_modules()]
+    modules = [ReadPlace(MODEL, _steps_to(path)) for path, _ in there.value(ReadPlace(MODEL, ())).named_modules()]
     for place in (*modules, *places):
-        value = there.at(place)[0]
+        value = there.value(place)
         found.setdefault(type(value), place.then((TYPE, None)))
         if isinstance(value, type) and (installed or not _is_installed(value)):
             found.setdefault(value, place)
@@ -266,11 +265,11 @@ def _stays(place: ReadPlace, there: PlaceLookup) -> bool:
     kind, what = place.steps[-1]
     if kind == ATTRIBUTE and what in ("cell_contents", "__closure__", "__defaults__", "__kwdefaults__"):
         up = 3 if what == "cell_contents" else 1
-        return _is_installed(there.at(ReadPlace(place.root, place.steps[:-up]))[0])
+        return _is_installed(there.value(place.up(up)))
     if kind == ITEM and place.steps[-2:-1] and place.steps[-2][1] in ("__closure__", "__defaults__", "__kwdefaults__"):
-        return _is_installed(there.at(ReadPlace(place.root, place.steps[:-2]))[0])
+        return _is_installed(there.value(place.up(2)))
     if kind in (HAS_ITEM, HAS_ATTRIBUTE) and (TYPE, None) in place.steps:
-        return _is_installed(there.at(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None)) + 1]))[0])
+        return _is_installed(there.value(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None)) + 1])))
     return False
 
 
@@ -290,10 +289,6 @@ def _shape(value: Any) -> Hashable:
 def _as_input(number: Number, value: object) -> Hashable:
     """The part of a number that selects another program: the outcomes of its guards, if it is a valid input."""
     return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))
-
-
-def _base(place: ReadPlace) -> ReadPlace:
-    return ReadPlace(place.root, place.steps[:-1])
 
 
 def _value_text(value: Any) -> str:
@@ -324,18 +319,21 @@ class PlaceLookup:
         found = self._found.get(place)
         if found is None:
             if not place.steps:
-                found = _module(place.root), place.root
+                found = sys.modules.get(place.root, NOTHING), place.root
             else:
-                base, text = self.at(_base(place))
+                base, text = self.at(place.up())
                 found = _take_step(base, place.steps[-1]), self._place_name(place, base, text)
             self._found[place] = found
         return found
+
+    def value(self, place: ReadPlace) -> Any:
+        return self.at(place)[0]
 
     def _place_name(self, place: ReadPlace, base: Any, text: str) -> str:
         kind, what = place.steps[-1]
         if kind == ATTRIBUTE:
             if what == "cell_contents" and len(place.steps) > 2:
-                function = self.at(_base(_base(_base(place))))[0]
+                function = self.value(place.up(3))
                 names = getattr(getattr(function, "__code__", None), "co_freevars", ())
                 at = place.steps[-2][1]
                 name = names[at] if isinstance(at, int) and at < len(names) else what
@@ -346,7 +344,7 @@ class PlaceLookup:
             if within in ("_modules", "__dict__"):
                 return f"{text}.{what}"
             if within in ("__defaults__", "__kwdefaults__"):
-                return _default(self.at(_base(_base(place)))[0], what)
+                return _default(self.value(place.up(2)), what)
             known = within == "__mro__" and isinstance(base, tuple) and what < len(base)  # a class may be another one by now
             return name_of(base[what]) if known else f"{text}[{what!r}]"
         if kind in (HAS_ITEM, HAS_ATTRIBUTE):
@@ -366,10 +364,6 @@ def _default(function: Any, which: Any) -> str:
 
 def _is_ours(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "meshc"
-
-
-def _module(name: str) -> Any:
-    return sys.modules.get(name, NOTHING)
 
 
 def _take_step(base: Any, step: tuple[str, Any]) -> Any:

@@ -55,10 +55,10 @@ class RecordedTensor(Tensor):
     shadow: Tensor
 
     @staticmethod
-    def __new__(cls, memory: _SharedStorage, shadow: Tensor, requires_grad: bool = False) -> RecordedTensor:
+    def __new__(cls, memory: _SharedStorage, shadow: Tensor) -> RecordedTensor:
         made: RecordedTensor = Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype,
-            device=torch.device("cpu"), requires_grad=requires_grad,
+            device=torch.device("cpu"),
         )  # fmt: skip
         made.memory, made.shadow = memory, shadow
         return made
@@ -80,8 +80,7 @@ class RecordedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that is no classmethod
         cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
     ) -> Any:
-        first = next(leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor))
-        return first.memory.recording.record(func, args, kwargs or {})
+        return _recorded((args, kwargs))[0].memory.recording.record(func, args, kwargs or {})
 
 
 def _fitting(target: Tensor, value: Tensor) -> Tensor:
@@ -102,12 +101,10 @@ class Recording(ReferenceRandom):
         self._count = 0
         self._said = hashlib.sha256()
 
-    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> RecordedTensor:
+    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> RecordedTensor:
         """A tensor that the function may write: number `at` of the model's."""
         shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return RecordedTensor(
-            _SharedStorage(self, shadow, InitialValue(self._next(), Geometry.of(shadow), dtype, at=at)), shadow, requires_grad
-        )
+        return RecordedTensor(_SharedStorage(self, shadow, InitialValue(self._next(), Geometry.of(shadow), dtype, at=at)), shadow)
 
     def value(self, x: Tensor) -> RecordedValue:
         """The present value of a tensor, recorded or not."""
@@ -144,12 +141,12 @@ class Recording(ReferenceRandom):
     # ------------------------------------------------------------------------------------------------------------- recording
 
     def answer_call(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
-        if not any(isinstance(leaf, RecordedTensor) for leaf in trees_of_torch.tree_leaves((args, kwargs))):
+        known = _recorded((args, kwargs))
+        if not known:
             return super().answer_call(answer, func, args, kwargs)
         if "out" in kwargs:
             raise undefined_error(func, kwargs)
-        shape = next(leaf.shape for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor))
-        _, call, _ = self.next(func, shape, None)
+        _, call, _ = self.next(func, known[0].shape, None)
         return self.record(func, args, kwargs, call)
 
     def record(self, func: OpOverload, args: Sequence[Any], kwargs: Named, call: int | None = None) -> Any:
@@ -171,7 +168,7 @@ class Recording(ReferenceRandom):
 
         for at, x in written:
             self._write(x, result(x.shadow, written=at))
-        known = [leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor)]
+        known = _recorded((args, kwargs))
         leaves, tree = trees_of_torch.tree_flatten(made)
         outputs = [self._output(x, known, partial(result, x, output=at)) for at, x in enumerate(leaves)]
         return trees_of_torch.tree_unflatten(outputs, tree)
@@ -224,6 +221,10 @@ def _overwritten_operands(func: OpOverload, args: Sequence[Any], kwargs: Named) 
         elif name in kwargs:
             found.append((name, kwargs[name]))
     return found
+
+
+def _recorded(given: object) -> list[RecordedTensor]:
+    return [leaf for leaf in trees_of_torch.tree_leaves(given) if isinstance(leaf, RecordedTensor)]
 
 
 def _shadow(leaf: Any) -> Any:

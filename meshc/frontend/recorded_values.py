@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ _OVERWRITES: Final = {aten.zero_, aten.fill_, aten.copy_, aten.bernoulli_, *(get
 """Operators that overwrite their operand without reading it."""
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Size, strides and offset of a view in its storage."""
 
     size: tuple[int, ...]
@@ -74,14 +73,14 @@ class RecordedValue:
 class InitialValue(RecordedValue):
     """The value before the recording, by the tensor's number in the model."""
 
-    at: int = 0
+    at: int
 
 
 @dataclass(eq=False)
 class TensorValue(RecordedValue):
     """A tensor that is not recorded, or was computed on the way."""
 
-    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+    tensor: Tensor
 
 
 @dataclass(eq=False)
@@ -89,10 +88,10 @@ class Result(RecordedValue):
     """A call's result in one of its arguments (`written`) or among its outputs (`output`). Tensors in `args` are `RecordedValue`s; `call`
     is the number of its draws."""
 
-    func: OpOverload = aten.detach.default
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    call: int | None = None
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: int | None
     written: int | str | None = None
     output: int = 0
 
@@ -101,16 +100,16 @@ class Result(RecordedValue):
 class ViewValue(RecordedValue):
     """A view of a value."""
 
-    base: RecordedValue | None = None
+    base: RecordedValue
 
 
 @dataclass(eq=False)
 class WrittenValue(RecordedValue):
     """A value after a write to a view of it."""
 
-    base: RecordedValue | None = None
-    where: Geometry = Geometry((), (), 0)
-    value: RecordedValue | None = None
+    base: RecordedValue
+    where: Geometry
+    value: RecordedValue
 
 
 class _SingleCallRandom(ReferenceRandom):
@@ -233,10 +232,9 @@ class Evaluation:
         return trees_of_torch.tree_leaves(made)[value.output]
 
     def _view_box(self, value: ViewValue, box: Box) -> Tensor:
-        assert value.base is not None
         ranges = ranges_of(value.base.geometry, value.geometry)
         if ranges is None:
-            return _memory(value.base.geometry, self._all(value.base)).as_strided(*_view_arguments(value))[_slices(box)]
+            return _memory(value.base.geometry, self._all(value.base)).as_strided(*value.geometry)[_slices(box)]
         wanted, at = [], iter(box)
         for start, _, kept in ranges:
             first, last = next(at) if kept else (0, 1)
@@ -244,11 +242,10 @@ class Evaluation:
         return self._box(value.base, tuple(wanted)).reshape([stop - start for start, stop in box])
 
     def _written_box(self, value: WrittenValue, box: Box) -> Tensor:
-        assert value.base is not None and value.value is not None
         ranges = ranges_of(value.base.geometry, value.where)
         if ranges is None:
             whole = _memory(value.base.geometry, self._all(value.base))
-            whole.as_strided(value.where.size, value.where.stride, value.where.offset).copy_(self._all(value.value))
+            whole.as_strided(*value.where).copy_(self._all(value.value))
             return whole[_slices(box)]
         out = self._box(value.base, box).clone()
         both = [(max(start, first), min(stop, last)) for (start, stop, _), (first, last) in zip(ranges, box, strict=True)]
@@ -276,8 +273,10 @@ def reads(value: RecordedValue) -> set[int]:
 
 
 def _operands(value: RecordedValue) -> list[RecordedValue]:
-    if isinstance(value, ViewValue | WrittenValue):
-        return [one for one in (value.base, getattr(value, "value", None)) if one is not None]
+    if isinstance(value, WrittenValue):
+        return [value.base, value.value]
+    if isinstance(value, ViewValue):
+        return [value.base]
     if not isinstance(value, Result):
         return []
     over = value.written if value.func.overloadpacket in _OVERWRITES else None
@@ -321,10 +320,6 @@ def contiguous(size: Sequence[int]) -> tuple[int, ...]:
     """Strides of a row-major tensor."""
     strides = itertools.accumulate([1, *(max(1, one) for one in reversed(size))], lambda a, b: a * b)
     return tuple(reversed(list(strides)[: len(size)]))
-
-
-def _view_arguments(value: RecordedValue) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return value.geometry.size, value.geometry.stride, value.geometry.offset
 
 
 def _memory(base: Geometry, whole: Tensor) -> Tensor:

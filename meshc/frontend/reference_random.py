@@ -179,12 +179,8 @@ def _new(named: Named) -> Tensor:
 Answer: TypeAlias = Callable[[ReferenceRandom, OpOverload, Named], object]
 
 
-def _answer_uniform(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
-    return _fill(mode, func, _new(named), distributions.uniform, 0.0, 1.0)
-
-
-def _answer_standard(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
-    return _fill(mode, func, _new(named), distributions.normal, 0.0, 1.0)
+def _standard(values: Callable[..., Tensor]) -> Answer:
+    return lambda mode, func, named: _fill(mode, func, _new(named), values, 0.0, 1.0)
 
 
 def _answer_normal(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
@@ -247,10 +243,10 @@ ANSWERS: dict[Target, Answer] = {
     aten.dropout: lambda mode, func, named: _answer_native_dropout(mode, func, named)[0],
     aten.bernoulli: _answer_bernoulli,
     aten.bernoulli_: lambda mode, func, named: _bernoulli(mode, func, named["self"], named["p"]),
-    **{op: _answer_uniform for op in (aten.rand, aten.rand_like)},
-    **{op: _answer_standard for op in (aten.randn, aten.randn_like)},
-    **{op: _answer_integers for op in (aten.randint, aten.randint_like)},
-    **{op: _answer_rrelu for op in (aten.rrelu, aten.rrelu_, aten.rrelu_with_noise, aten.rrelu_with_noise_)},
+    **dict.fromkeys((aten.rand, aten.rand_like), _standard(distributions.uniform)),
+    **dict.fromkeys((aten.randn, aten.randn_like), _standard(distributions.normal)),
+    **dict.fromkeys((aten.randint, aten.randint_like), _answer_integers),
+    **dict.fromkeys((aten.rrelu, aten.rrelu_, aten.rrelu_with_noise, aten.rrelu_with_noise_), _answer_rrelu),
     aten.random_: _answer_random,
     aten.randperm: _answer_permutation,
     aten.multinomial: _answer_multinomial,

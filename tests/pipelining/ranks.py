@@ -39,7 +39,7 @@ def check(family: str, schedule: str, mesh: Any) -> Report:
     program = meshc.compile(step, mesh, options=meshc.Options(pipeline=meshc.Pipelining(schedule=schedule), seed=0))
     _in_float64_throughout(program)
     traced = traced_step(step)
-    args, kwargs = call_keys.canonical_call(traced.signature, (), widen_inputs(inputs, True))
+    args, kwargs = call_keys.canonical_call(traced, (), widen_inputs(inputs, True))
     reference = Reference(twin, traced.function, args, kwargs, 0, True)
     optimizer = adamw(twin.parameters())
     report = Report(verification.TOLERANCE[torch.float64])

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
+from meshc.frontend.expert_rows import Layout, routed_sum
 from meshc.frontend.traced_code import name_of
 
 LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
@@ -32,7 +32,7 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
         return layout.back(out * layout.weights)
 
-    out = routed_sum(expert_sum, x, top_k_index, top_k_weights, self.num_experts, getattr(self, FORM, ExpertForm()))
+    out = routed_sum(expert_sum, x, top_k_index, top_k_weights, self.num_experts, self)
     return out.view(hidden_states.shape[0], -1, self.hidden_size)
 
 
@@ -47,7 +47,7 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
 
     choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
-    out = routed_sum(expert_sum, hidden_states, choice, weights, count, getattr(self, FORM, ExpertForm()), some=True)
+    out = routed_sum(expert_sum, hidden_states, choice, weights, count, self, some=True)
     given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
     return (out + given).to(hidden_states.dtype)
 
@@ -74,7 +74,7 @@ def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = No
         gate, up = layout.product(layout.to(x) * layout.weights, self.gate_up_proj).chunk(2, dim=-1)
         return layout.back(layout.product(up * self.act_fn(gate), self.down_proj))
 
-    return routed_sum(expert_sum, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, ExpertForm()))
+    return routed_sum(expert_sum, hidden_states, choice, weights, self.num_experts, self)
 
 
 KNOWN: Final[Mapping[str, Callable[..., Any]]] = {

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshc.errors import CaptureError
-from meshc.frontend.expert_placement import expert_slots_of
-from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
+from meshc.frontend.expert_rows import Layout, routed_sum
 from meshc.replacements import replace_targets
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -57,8 +56,7 @@ def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top
             "transformers has already spread the experts of this model over ranks; "  # in one line, which the tracer's error quotes
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
-    form, where = getattr(self, FORM, ExpertForm()), expert_slots_of(cast(nn.Module, self))
-    return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, self.down_proj.shape[0], form, where=where)
+    return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, self.down_proj.shape[0], self)
 
 
 def _experts_output(self: _StockExperts, hidden_states: Tensor, routed: Layout) -> Tensor:

@@ -32,7 +32,7 @@ def block(family: str) -> PlacedModel:
     layer = model.get_submodule(path.rpartition(".")[0])
     traced = TracedFunction(layer, call_keys.call_module, layer.forward)
     x = torch.randn(2, 6, 32, dtype=next(layer.parameters()).dtype)
-    args, kwargs = call_keys.canonical_call(traced.signature, (x,), {})
+    args, kwargs = call_keys.canonical_call(traced, (x,), {})
     with torch.no_grad():
         return compile_program.place(
             Request(

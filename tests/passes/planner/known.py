@@ -48,7 +48,7 @@ def step(
     """A step of a model with AdamW, all of its layers captured, up to where the planner stands; `asked`: further fields of the request."""
     optimizer = torch.optim.AdamW(model.parameters())
     traced = traced_step(TrainStep(model, optimizer=optimizer, loss=loss))
-    args, kwargs = call_keys.canonical_call(traced.signature, (), kwargs)
+    args, kwargs = call_keys.canonical_call(traced, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
         grad=True, train=True, optimizer=describe(optimizer), options=Options().having(depth="whole"), **asked,
