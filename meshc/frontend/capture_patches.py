@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import dropwhile
 from typing import Any, Final
@@ -24,7 +24,7 @@ from meshc.frontend.inserted_calls import InsertedCalls
 from meshc.frontend.known_outcomes import known_outcomes, write_known_values
 from meshc.frontend.libraries import traceable_libraries
 from meshc.frontend.listed_experts import listed_experts
-from meshc.frontend.selected_places import name_of, value_of
+from meshc.frontend.selected_places import is_mask, name_of, value_of
 from meshc.frontend.selected_rows import follow_selected_rows
 from meshc.frontend.side_effects import (
     TraceObservations,
@@ -220,7 +220,7 @@ def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
 def _views(x: Node) -> Iterator[Node]:
     value = x.meta["example_value"]
     for user in x.users:
-        made = user.meta.get("example_value")
+        made = value_of(user)
         if made is not value and isinstance(made, Tensor) and (user.target in DATA or made._base is value):
             yield user
             yield from _views(user)
@@ -256,23 +256,22 @@ def targets_in_rows(module: GraphModule) -> None:
     for body in bodies_of(module):
         for node in body.graph.nodes:
             if getattr(node.target, "overloadpacket", node.target) is torch.ops.meshc.ctc_loss:
-                _in_rows(node)
+                _in_rows(body, node)
         body.recompile()
 
 
-def _in_rows(loss: Node) -> None:
+def _in_rows(body: GraphModule, loss: Node) -> None:
     _, targets, _, lengths, *_ = loss.args
     assert isinstance(targets, Node) and isinstance(lengths, Node)
     if value_of(targets).dim() == 2:
         return
     picked = _mask_selection(targets)
-    with loss.graph.inserting_before(loss):
-        if picked is not None and _counts(lengths, picked[1]):
-            rows = _call(loss, ctc.chosen_in_front, *picked)
-        elif isinstance(value_of(targets).shape[0], int):
-            rows = _call(loss, ctc.rows_of_list, targets, lengths)
-        else:
-            return
+    if picked is not None and _counts(lengths, picked[1]):
+        rows = InsertedCalls(body)._call(loss, ctc.chosen_in_front, *picked)
+    elif isinstance(value_of(targets).shape[0], int):
+        rows = InsertedCalls(body)._call(loss, ctc.rows_of_list, targets, lengths)
+    else:
+        return
     loss.replace_input_with(targets, rows)
     _forget_with_checks(targets)
 
@@ -289,12 +288,6 @@ def _forget_with_checks(targets: Node) -> None:
         erase_dead_code(targets)
 
 
-def _call(loss: Node, function: Callable[..., Any], *args: Node) -> Node:
-    made = loss.graph.call_function(function, args)
-    made.meta |= {key: loss.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in loss.meta}
-    return made
-
-
 def _mask_selection(targets: Node) -> tuple[Node, Node] | None:
     """(x, mask) of a list selected by `x.masked_select(mask)` or `x[mask]`, if both are [rows, s]; None for any other list."""
     if name_of(targets) not in ("masked_select", "getitem") or len(targets.args) != 2:
@@ -302,7 +295,7 @@ def _mask_selection(targets: Node) -> tuple[Node, Node] | None:
     x, mask = targets.args
     if isinstance(mask, tuple) and len(mask) == 1:
         (mask,) = mask
-    if not isinstance(x, Node) or not isinstance(mask, Node) or value_of(mask).dtype != torch.bool:
+    if not isinstance(x, Node) or not isinstance(mask, Node) or not is_mask(mask):
         return None
     return (x, mask) if value_of(x).dim() == 2 and value_of(x).shape == value_of(mask).shape else None
 

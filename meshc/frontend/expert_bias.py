@@ -9,7 +9,8 @@ models have the buffer, and leave its update to whoever trains them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -57,9 +58,10 @@ class ExpertCounts:
         self.buffers, self.step = {path: model.get_buffer(name) for path, name in biases_of(model).items()}, step
         self.tokens = {path: torch.zeros(len(buffer), dtype=torch.int64) for path, buffer in self.buffers.items()}
 
-    def count(self, path: str, choice: Tensor) -> None:
+    def count(self, path: str, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        """A hook before the forward of the experts at a path."""
         if torch.is_grad_enabled():  # in training
-            self.tokens[path] += choice.flatten().bincount(minlength=len(self.tokens[path]))
+            self.tokens[path] += args[1].flatten().bincount(minlength=len(self.tokens[path]))
 
     def update(self) -> None:
         with torch.no_grad():
@@ -74,15 +76,9 @@ def count_choices(model: nn.Module, step: float | None) -> Iterator[ExpertCounts
     if step is None:
         yield None
         return
-    counts, hooks = ExpertCounts(model, step), []
-    try:
+    counts = ExpertCounts(model, step)
+    with ExitStack() as stack:
         for path in counts.buffers:
-
-            def count_hook(_: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
-                counts.count(path, args[1])
-
-            hooks.append(model.get_submodule(path).register_forward_pre_hook(count_hook))
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(counts.count, path))
+            stack.callback(hook.remove)
         yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -7,8 +7,7 @@ operator's. These contexts lift that refusal; all other checks of shapes and mas
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,25 +27,18 @@ def masks_as_inputs() -> None:
         trees.learn(kind, kind._flatten, kind._unflatten, kind._flatten_with_keys)
 
 
-@contextmanager
-def written_out_flex() -> Iterator[None]:
+def written_out_flex() -> AbstractContextManager[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
     not work under dispatch modes, such as those that answer random calls."""
-    if MODULE not in sys.modules:
-        yield
-        return
-    with traced_flex(), replace_targets(flex_compilation=True, flex_operator=_written_out_attention):
-        yield
+    return traced_flex(flex_compilation=True, flex_operator=_written_out_attention)
 
 
-@contextmanager
-def traced_flex() -> Iterator[None]:
-    """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
+def traced_flex(**more: object) -> AbstractContextManager[None]:
+    """A context in which a trace keeps `flex_attention` as one call, with `more` replaced. Does nothing in a process that has not imported
+    it."""
     if MODULE not in sys.modules:
-        yield
-        return
-    with replace_targets(flex_device_check=_any_device, flex_kernel_options=_no_options):
-        yield
+        return nullcontext()
+    return replace_targets(flex_device_check=_any_device, flex_kernel_options=_no_options, **more)
 
 
 def _any_device(query: object, key: object, value: object) -> None:

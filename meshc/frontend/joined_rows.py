@@ -65,13 +65,13 @@ class JoinedRows(SelectedPlaces):
         return replace(self.index_rows(node, moved, RowIndex(chosen, dims)), at=at)
 
     def is_columns(self, node: Node) -> bool:
-        held = self.selected(node)
+        held = self.rows_of(node)
         return held is not None and held.at > 0
 
     def column(self, node: Node, name: str) -> SelectedRows:
         """A call that takes columns."""
         first, *more = node.args
-        held = self.selected(first)
+        held = self.rows_of(first)
         if held is None or len(node.all_input_nodes) != 1:
             raise NotFollowed("columns that a mask selects meet others")
         if name == "getitem" and isinstance(more[0], int):
@@ -90,7 +90,7 @@ class JoinedRows(SelectedPlaces):
         named = bind_arguments(torch.cat, node.args, node.kwargs)
         given: Any = named["tensors"]
         dim = named.get("dim", 0) % value_of(node).dim()
-        held = [self.selected(one) for one in given]
+        held = [self.rows_of(one) for one in given]
         if not any(rows is not None and rows.at == dim for rows in held):
             return False
         parts, counted = [], []
@@ -116,7 +116,7 @@ class JoinedRows(SelectedPlaces):
 
     def without_rows(self, node: Node) -> None:
         """Replaces `s.new_zeros(8)`, which reads no rows, by the same call on the tensor of all rows."""
-        rows = self.selected(node.args[0])
+        rows = self.rows_of(node.args[0])
         assert rows is not None
         node.replace_all_uses_with(self._call(node, node.target, rows.value, *node.args[1:], **node.kwargs))
 
@@ -125,7 +125,7 @@ class JoinedRows(SelectedPlaces):
     def numbers_of(self, index: Any) -> SelectedRows | None:
         """Selected rows of integers that are an index, and not the places of a mask."""
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        rows = self.selected(index)
+        rows = self.rows_of(index)
         return rows if rows is not None and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32) else None
 
     def scatter(self, node: Node, name: str) -> None:

@@ -141,15 +141,16 @@ class LoopReader(Terms):
         self.values["self"] = Symbol(self, Term("free", SELF, leaves=frozenset(["self"]), held=module))
         file = {name: function.__globals__[name] for name in names_of(tree) - {*own} if name in function.__globals__}
         self.outside = {name: self.constant(value, value) for name, value in file.items()}
-        named = {
+        self.outside["__builtins__"] = {
             "range": range,
             "str": format,
             "int": int,
             "len": self.length,
             "enumerate": self.enumerate_experts,
             "__import__": __import__,
+            ITEMS: self.items,
+            ONCE: self.targets,
         }
-        self.outside["__builtins__"] = {**named, ITEMS: self.items, ONCE: self.targets}
 
     def loop(self) -> Loop | None:
         for place in [place for place, each in enumerate(self.tree.body) if isinstance(each, ast.For)]:

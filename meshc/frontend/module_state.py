@@ -44,7 +44,7 @@ class Identity:
 
 
 def state_of(module: nn.Module) -> tuple[Hashable, ...]:
-    """The state of one module, without its children."""
+    """The state of one module, without its children: its mode first."""
     held = vars(module)
     found: tuple[Hashable, ...] = (held["training"],)
     for name in HOOKS:  # this runs at each call, for each module
@@ -55,11 +55,6 @@ def state_of(module: nn.Module) -> tuple[Hashable, ...]:
         found += (_hashable(held["forward"]),)
     names = _names(type(module))
     return found if not names else (*found, *(_plain(held.get(name)) for name in names))
-
-
-def has_settings(module: nn.Module) -> bool:
-    """Whether a module has attributes that count, beside those of every module."""
-    return bool(_names(type(module)))
 
 
 def _names(kind: type) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from meshc.frontend.gradient_hooks import hooks_of
-from meshc.frontend.module_state import HOOKS, has_settings, state_of
+from meshc.frontend.module_state import HOOKS, state_of
 
 Held = dict[str, Any]
 """A module's `__dict__`."""
@@ -81,7 +81,7 @@ class ModuleWatch:
         modules = list(self.module.modules())
         self._places = _ModuleSnapshot([vars(module) for module in modules])
         states = [(module, state_of(module)) for module in modules]
-        self._others = [row for row in states if not _is_plain(row[0])]
+        self._others = [row for row in states if len(row[1]) > 1]
         found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
         self._tensors = list(found.values())
         self._takes = [one.requires_grad for one in self._tensors]
@@ -113,13 +113,6 @@ class _ModuleSnapshot:
             and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._values))
             and list(map(dict.__contains__, self._held, repeat("forward"))) == self._forwards
         )
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's only state is its mode."""
-    held = vars(module)
-    hooked = any(not hasattr(hook, "of_meshc") for name in HOOKS for hook in held[name].values())
-    return not has_settings(module) and "forward" not in held and not hooked
 
 
 def _hooks(parameter: Tensor) -> Hashable:

@@ -91,7 +91,7 @@ class NumberTensors(JoinedRows):
 
     def number(self, node: Node, name: str) -> None:
         first = node.all_input_nodes[0]
-        held = self.selected(first)
+        held = self.rows_of(first)
         if held is not None:
             if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
                 raise NotFollowed("a number is read of them")

@@ -87,10 +87,14 @@ class CallSizes:
         if not isinstance(leaf, Tensor) or leaf.dim() > 3:
             return leaf
         begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # a dim of kinds of positions comes first
+        return self._repeat_last(leaf, letters, begin)
+
+    def _repeat_last(self, tensor: Tensor, letters: str, begin: int = 0) -> Tensor:
+        """A tensor with its last rows and tokens repeated, in the dims of `letters` from `begin` on that have the call's sizes."""
         for dim, letter in enumerate(letters, begin):
-            if letter != "." and leaf.shape[dim] == self.have[letter]:
-                leaf = repeat_last(leaf, dim, self.filled[letter])
-        return leaf
+            if letter != "." and tensor.shape[dim] == self.have[letter]:
+                tensor = repeat_last(tensor, dim, self.filled[letter])
+        return tensor
 
     def _pad_mask(self, letters: str, mask: object) -> object:
         if not isinstance(mask, Tensor):
@@ -100,10 +104,7 @@ class CallSizes:
         nothing = torch.finfo(mask.dtype).min if mask.dim() == 4 and mask.dtype.is_floating_point else 0
         mask = mask[..., : self.have[last]]
         mask = F.pad(mask, (0, self.filled[last] - mask.shape[-1]), value=nothing)
-        for dim, letter in enumerate(rest):
-            if letter != "." and mask.shape[dim] == self.have[letter]:
-                mask = repeat_last(mask, dim, self.filled[letter])
-        return mask
+        return self._repeat_last(mask, rest)
 
     def output_cutter(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
         """A function that cuts leaves of the output `name` to the call's sizes. `kept`: how many tokens have logits. It raises InputError

@@ -80,7 +80,7 @@ class RecordedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that is no classmethod
         cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
     ) -> Any:
-        return _recorded((args, kwargs))[0].memory.recording.record(func, args, kwargs or {})
+        return _recorded_tensors((args, kwargs))[0].memory.recording.record(func, args, kwargs or {})
 
 
 def _fitting(target: Tensor, value: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Recording(ReferenceRandom):
 
     def __init__(self, seed: int, step: int, given: Callable[[int], Tensor | None] = lambda at: None) -> None:
         super().__init__(seed, step)
-        self._evaluation = Evaluation(seed, step, given)
+        self.evaluation = Evaluation(seed, step, given)
         self._count = 0
         self._said = hashlib.sha256()
 
@@ -124,15 +124,7 @@ class Recording(ReferenceRandom):
 
     def compute_box(self, value: RecordedValue | Tensor, box: Box | None = None) -> Tensor:
         """A box of a value, in memory of its own."""
-        return self._evaluation.compute_box(self.value(value) if isinstance(value, Tensor) else value, box)
-
-    def request(self, value: RecordedValue) -> None:
-        """`Evaluation.request`."""
-        self._evaluation.request(value)
-
-    def forget(self) -> None:
-        """Drops the values that were computed whole."""
-        self._evaluation.forget()
+        return self.evaluation.compute_box(self.value(value) if isinstance(value, Tensor) else value, box)
 
     def digest(self, values: Sequence[RecordedValue]) -> str:
         """A hash of all recorded calls, and of the values' numbers: equal on two ranks that have recorded the same."""
@@ -141,7 +133,7 @@ class Recording(ReferenceRandom):
     # ------------------------------------------------------------------------------------------------------------- recording
 
     def answer_call(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
-        known = _recorded((args, kwargs))
+        known = _recorded_tensors((args, kwargs))
         if not known:
             return super().answer_call(answer, func, args, kwargs)
         if "out" in kwargs:
@@ -168,7 +160,7 @@ class Recording(ReferenceRandom):
 
         for at, x in written:
             self._write(x, result(x.shadow, written=at))
-        known = _recorded((args, kwargs))
+        known = _recorded_tensors((args, kwargs))
         leaves, tree = trees_of_torch.tree_flatten(made)
         outputs = [self._output(x, known, partial(result, x, output=at)) for at, x in enumerate(leaves)]
         return trees_of_torch.tree_unflatten(outputs, tree)
@@ -192,8 +184,8 @@ class Recording(ReferenceRandom):
 
     def _any_nonzero(self, x: RecordedTensor) -> Tensor:
         """`any` is computed a chunk at a time: its caller branches on it (`trunc_normal_`)."""
-        found = torch.tensor(self._evaluation.holds_anywhere(self.value(x)))
-        self.forget()
+        found = torch.tensor(self.evaluation.holds_anywhere(self.value(x)))
+        self.evaluation.forget()
         return found
 
     def _run_now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
@@ -201,7 +193,7 @@ class Recording(ReferenceRandom):
         real = trees_of_torch.tree_map(
             lambda leaf: self.compute_box(leaf) if isinstance(leaf, RecordedTensor) else leaf, (tuple(args), dict(kwargs))
         )
-        self.forget()
+        self.evaluation.forget()
         return func(*real[0], **real[1])
 
     def _next(self) -> int:
@@ -214,16 +206,11 @@ class Recording(ReferenceRandom):
 
 def _overwritten_operands(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
     """(position or name, operand) of the operands that a call overwrites."""
-    found: list[tuple[int | str, Any]] = []
-    for at, name in written_arguments(func).items():
-        if at < len(args):
-            found.append((at, args[at]))
-        elif name in kwargs:
-            found.append((name, kwargs[name]))
-    return found
+    named = written_arguments(func).items()
+    return [(at, args[at]) if at < len(args) else (name, kwargs[name]) for at, name in named if at < len(args) or name in kwargs]
 
 
-def _recorded(given: object) -> list[RecordedTensor]:
+def _recorded_tensors(given: object) -> list[RecordedTensor]:
     return [leaf for leaf in trees_of_torch.tree_leaves(given) if isinstance(leaf, RecordedTensor)]
 
 

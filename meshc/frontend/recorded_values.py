@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -147,23 +148,13 @@ class Evaluation:
         """A box of a value, in memory of its own; all of it by default."""
         box = box or full(value.shape)
         out = torch.empty([stop - start for start, stop in box], dtype=value.dtype)
-        rows = len(out) if out.dim() else 0
-        step = max(1, CHUNK_BYTES * rows // max(1, out.numel() * out.element_size())) if rows else 1
-        if not rows:
-            return out.copy_(self._box(value, box))
-        for start in range(0, rows, step):
-            stop = min(rows, start + step)
-            out[start:stop] = self._box(value, ((box[0][0] + start, box[0][0] + stop), *box[1:]))
+        for rows, chunk in _chunks(box, value.dtype):
+            out[rows] = self._box(value, chunk)
         return out
 
     def holds_anywhere(self, value: RecordedValue) -> bool:
         """Whether any element is nonzero, computed a chunk at a time."""
-        shape = value.shape
-        if not shape or not shape[0]:
-            return bool(self._box(value, full(shape)).any())
-        rows = max(1, CHUNK_BYTES // max(1, 4 * math.prod(shape[1:])))
-        chunks = (((at, min(shape[0], at + rows)), *full(shape)[1:]) for at in range(0, shape[0], rows))
-        return any(bool(self._box(value, chunk).any()) for chunk in chunks)
+        return any(bool(self._box(value, chunk).any()) for _, chunk in _chunks(full(value.shape), value.dtype))
 
     def _box(self, value: RecordedValue, box: Box) -> Tensor:
         """A box of a value. Not to be written: its memory may be shared."""
@@ -286,6 +277,18 @@ def _operands(value: RecordedValue) -> list[RecordedValue]:
 
 def _by_element(func: OpOverload) -> bool:
     return func.overloadpacket in _DRAWN or func.overloadpacket in _ELEMENTWISE or torch.Tag.pointwise in func.tags
+
+
+def _chunks(box: Box, dtype: torch.dtype) -> Iterator[tuple[slice | EllipsisType, Box]]:
+    """A box in chunks of `CHUNK_BYTES`, if its rows are no larger: the rows of each in the box, and its own box."""
+    if not box:
+        yield ..., box
+        return
+    (first, last), *rest = box
+    size = max(1, CHUNK_BYTES // max(1, dtype.itemsize * math.prod(stop - start for start, stop in rest)))
+    for at in range(first, last, size):
+        stop = min(last, at + size)
+        yield slice(at - first, stop - first), ((at, stop), *rest)
 
 
 def full(shape: Sequence[int]) -> Box:

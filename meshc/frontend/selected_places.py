@@ -111,7 +111,7 @@ class SelectedPlaces(InsertedCalls):
         self.done: list[Node] = []
         self._masks: dict[object, RowSelection] = {}
 
-    def selected(self, x: Any) -> SelectedRows | None:
+    def rows_of(self, x: Any) -> SelectedRows | None:
         """The rows that stand for an operand; None for one that is not selected rows."""
         rows = self.rows.get(x) if isinstance(x, Node) else None
         return rows if isinstance(rows, SelectedRows) else None
@@ -163,7 +163,7 @@ class SelectedPlaces(InsertedCalls):
             index: Any = named["index"]
         else:
             index = node.args[1]
-        rows = self.selected(index)
+        rows = self.rows_of(index)
         if rows is not None and not rows.along and not value_of(rows.value).is_floating_point():  # a lookup of rows in a table
             value = self._call(node, operator.getitem, x, self.fill_unselected(node, rows).value)
             self.rows[node] = self.fill_unselected(node, SelectedRows(value, rows.chosen))
@@ -178,7 +178,7 @@ class SelectedPlaces(InsertedCalls):
                 raise NotFollowed("of an index only a mask that stands first is followed")
             chosen = self.selection(like, given[0])
             return RowIndex(chosen, tuple(range(len(chosen.dims))), given[1:])
-        found = [self.selected(one) for one in given]
+        found = [self.rows_of(one) for one in given]
         rows = [one for one in found if one is not None]
         front = found[: len(rows)]
         if not rows or any(one not in rows for one in front) or any(isinstance(one, Node) for one in given[len(rows) :]):
@@ -346,7 +346,7 @@ class SelectedPlaces(InsertedCalls):
 
     def rows_written(self, value: Any, chosen: RowSelection) -> SelectedRows | None:
         """The selected rows that are written; None for another value. Raises NotFollowed for those of another selection."""
-        rows = self.selected(value)
+        rows = self.rows_of(value)
         if isinstance(value, Node) and value in self.begun and (rows is None or rows.chosen != chosen):
             raise NotFollowed("rows of another selection, or a number, are written there")
         return rows

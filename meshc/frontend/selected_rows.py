@@ -170,7 +170,7 @@ class _RowFollower(NumberTensors):
             pass
         elif any(self.is_columns(one) for one in node.all_input_nodes):
             self.rows[node] = self.column(node, name)
-        elif name.startswith("new_") and not is_unbacked(node) and self.selected(first) is not None:
+        elif name.startswith("new_") and not is_unbacked(node) and self.rows_of(first) is not None:
             self.without_rows(node)
         elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
             self.rows[node] = held[args[1]]
@@ -196,11 +196,10 @@ class _RowFollower(NumberTensors):
 
     def each(self, node: Node, name: str) -> SelectedRows | tuple[SelectedRows, ...]:
         """A call that computes each row independently, applied to all rows."""
-        given = [self.rows[one] for one in node.all_input_nodes if one in self.rows]
-        if any(isinstance(one, tuple) for one in given):
+        given = [one for one in node.all_input_nodes if one in self.rows]
+        rows = [held for one in given if (held := self.rows_of(one)) is not None]
+        if len(rows) < len(given):
             raise NotFollowed("places of rows are taken together")
-        rows = [one for one in given if isinstance(one, SelectedRows)]
-        first = next(one for one in node.all_input_nodes if one in self.rows)
         chosen = rows[0].chosen
         if any(one.chosen != chosen for one in rows) or any(
             self.numbers[one].chosen not in (None, chosen) for one in self.numbers_in(node)
@@ -211,19 +210,20 @@ class _RowFollower(NumberTensors):
         target, changed = node.target, changed_operand(node)
         if changed is not None:
             target = self.without_writing(node, changed)
-        each = self.prove(node, target, name, value_of(first).shape[0])
+        times = self.prove(node, target, name, value_of(given[0]).shape[0])
         old = value_of(node)
         weighs = any(
             isinstance(value := value_of(one), Tensor) and value.requires_grad and one not in self.begun
             for one in node.all_input_nodes
         )
-        values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
+        filled = [self.fill_unselected(node, each) if weighs and not each.along else each for each in rows]
+        values = {one: each.value for one, each in zip(given, filled, strict=True)}
         args, kwargs = self.call_arguments(node, name, lambda one: values[one], self.size_of_all, lambda one: self.cast(node, one))
         made = self._call(node, target, *args, **kwargs)
         if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, which examples are computed without
             with self._mode:
                 made.meta["example_value"] = value_of(made).to(old.dtype)
-        chosen = chosen if each == 1 else self.repeat_selection(node, chosen, each)
+        chosen = chosen if times == 1 else self.repeat_selection(node, chosen, times)
         if isinstance(old, tuple | list):
             return tuple(
                 self.zero_after_weight(node, SelectedRows(self._call(node, operator.getitem, made, at), chosen), weighs)
@@ -238,11 +238,6 @@ class _RowFollower(NumberTensors):
     def zero_after_weight(self, node: Node, rows: SelectedRows, weighs: bool) -> SelectedRows:
         """The result of a call, with zeros in rows that are not selected if a weight is an operand."""
         return self.fill_unselected(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
-
-    def standing(self, node: Node, one: Node, weighs: bool) -> Node:
-        rows = self.selected(one)
-        assert rows is not None
-        return self.fill_unselected(node, rows).value if weighs and not rows.along else rows.value
 
     def still_along(self, rows: Sequence[SelectedRows], node: Node, name: str) -> tuple[int, ...]:
         """The mask's dims of which a result still has the indices: a column of them taken, or reshaped."""
@@ -297,7 +292,7 @@ class _RowFollower(NumberTensors):
         given: Any = node.args or (node.kwargs["input"],)
         first, *more = given
         named: dict[str, Any] = {**dict(zip(("dim", "keepdim"), more, strict=False)), **node.kwargs}
-        rows, said = self.selected(first), named.get("dim", named.get("axis"))
+        rows, said = self.rows_of(first), named.get("dim", named.get("axis"))
         if rows is None:
             raise NotFollowed("places of rows are taken together")
         dims = value_of(rows.value).dim()
@@ -357,7 +352,7 @@ class _RowFollower(NumberTensors):
     def by_class(self, node: Node, named: Mapping[str, Any]) -> None:
         """A classification loss: rows that are not selected get the ignored class."""
         x, target = named["input"], named["target"]
-        scores, classes = self.selected(x), self.selected(target)
+        scores, classes = self.rows_of(x), self.rows_of(target)
         if scores is None or classes is None or scores.chosen != classes.chosen:
             raise NotFollowed("rows that different masks select meet")
         ignored = named.get("ignore_index", -100)

@@ -179,12 +179,9 @@ def _number_in(output: object) -> str:
 
 def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
     """Tensors and numbers by their path: {"top": {"1": t}} is `top.1`."""
-    if isinstance(value, Mapping):
-        for key in value:
-            _collect(value[key], f"{path}.{key}" if path else str(key), found)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _collect(item, f"{path}.{index}" if path else str(index), found)
+    if isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _collect(item, f"{path}.{key}" if path else str(key), found)
     elif value is not None:
         if path in RESERVED:
             raise InputError(f"the loss function returns a metric {path!r}, which program.metrics has of every step: give it another name")

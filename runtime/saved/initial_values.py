@@ -46,9 +46,9 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
             raise StateError(f"init_weights left without values: {join_names(left, 6)}\n{_ADVICE}")
         changed = [(held, value) for held, value in zip(held_ones, values, strict=True) if value is not None]
         for held, value in changed:
-            recording.request(value)  # a collective: all ranks take part, whichever of them need the value
+            recording.evaluation.request(value)  # a collective: all ranks take part, whichever of them need the value
             write_tensor(store, held, _ComputedValue(recording, value), held.name)
-            recording.forget()
+            recording.evaluation.forget()
         reset_copied_state(store, {held.key for held, _ in changed})
         store.sync()
 

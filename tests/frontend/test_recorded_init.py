@@ -93,7 +93,7 @@ def test_each_box_is_that_of_one_device(make: Callable[[], nn.Module], monkeypat
         if wanted.dim() and min(wanted.shape) > 1:
             box = tuple((size // 3, size - size // 4) for size in wanted.shape)
             assert torch.equal(recording.compute_box(value, box), wanted[tuple(slice(*pair) for pair in box)]), name
-        recording.forget()
+        recording.evaluation.forget()
 
 
 def test_a_part_costs_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ that a trace of four layers takes.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch.nn.functional as F
@@ -76,13 +76,11 @@ def can_be_padded() -> bool:
     return all(hasattr(cache_utils, name) for name in LAYERS)
 
 
-@contextlib.contextmanager
-def known_cache_kinds(modules: Iterable[nn.Module]) -> Iterator[None]:
+def known_cache_kinds(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """A context with precomputed kinds for the configurations of these modules."""
     ask = _ask()
     if ask is None:
-        yield
-        return
+        return nullcontext()
     configs = {id(config): config for config in map(_config, modules) if config is not None}
     table = {number: kinds for number, config in configs.items() if (kinds := _kinds(ask, config)) is not None}
 
@@ -92,17 +90,14 @@ def known_cache_kinds(modules: Iterable[nn.Module]) -> Iterator[None]:
             return ask(config)
         return list(found[0]), dict(found[1]) if isinstance(found[1], dict) else [dict(each) for each in found[1]]
 
-    with replace_targets(cache_kinds=answer):
-        yield
+    return replace_targets(cache_kinds=answer)
 
 
-@contextlib.contextmanager
-def fewer_layers(counts: Mapping[int, int]) -> Iterator[None]:
+def fewer_layers(counts: Mapping[int, int]) -> AbstractContextManager[None]:
     """A context in which caches of n layers have `counts[n]`; a cache whose layers differ stays as it is."""
     ask = _ask()
     if ask is None or not counts:
-        yield
-        return
+        return nullcontext()
 
     def answer(config: Any) -> Kinds:
         kinds, given = ask(config)
@@ -111,18 +106,15 @@ def fewer_layers(counts: Mapping[int, int]) -> Iterator[None]:
             return kinds, given
         return kinds[:count], given if isinstance(given, dict) else given[:count]
 
-    with replace_targets(cache_kinds=answer):
-        yield
+    return replace_targets(cache_kinds=answer)
 
 
-@contextlib.contextmanager
-def masks() -> Iterator[None]:
+def masks() -> AbstractContextManager[None]:
     """A context in which masks can be built for keys whose first token number (`BEGIN`) is a tensor: transformers computes a padding from
     that number, which no trace can do. As many more places as there are keys are always enough."""
     own: Any = sys.modules.get("transformers.masking_utils")
     if own is None or not all(hasattr(own, name) for name in PADDED):
-        yield
-        return
+        return nullcontext()
     padding, blocks = (getattr(own, name) for name in PADDED)
 
     def pad_by(plain: Callable[..., Tensor | None], fill: int) -> Callable[..., Tensor | None]:
@@ -135,11 +127,10 @@ def masks() -> Iterator[None]:
 
         return pad
 
-    with replace_targets(mask_padding=pad_by(padding, 0), block_padding=pad_by(blocks, -1)):
-        yield
+    return replace_targets(mask_padding=pad_by(padding, 0), block_padding=pad_by(blocks, -1))
 
 
-def plain_masks() -> contextlib.AbstractContextManager[None]:
+def plain_masks() -> AbstractContextManager[None]:
     """A context in which masks are built without compilation, and none is dropped for its values."""
     return replace_targets(block_mask=_plain_block_mask, mask_test=_not_all_true)
 

@@ -40,6 +40,7 @@ class _StockExperts(Protocol):
     has_post_expert_norm: bool
     is_transposed: bool
     down_proj: Tensor
+    down_proj_bias: Tensor
     _apply_gate: Callable[[Tensor], Tensor]
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
@@ -62,27 +63,24 @@ def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top
 def _experts_output(self: _StockExperts, hidden_states: Tensor, routed: Layout) -> Tensor:
     """The experts' output for the tokens, weighed and summed."""
     weights = routed.weights
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    made = routed.product(routed.to(hidden_states), _matrices(self, up))
-    made = made if not self.has_bias else made + routed.bias(_bias(self, up))
+    made = _project(self, routed, routed.to(hidden_states), "gate_up_proj" if self.has_gate else "up_proj")
     made = self._apply_gate(made) if self.has_gate else self.act_fn(made)
     if self.has_post_expert_norm or made.dtype != weights.dtype or made.dtype != self.down_proj.dtype:
-        made = routed.product(made, _matrices(self, "down_proj"))
-        made = made if not self.has_bias else made + routed.bias(_bias(self, "down_proj"))
+        made = _project(self, routed, made, "down_proj")
         made = self.post_expert_norm(made) if self.has_post_expert_norm else made
         return routed.back(made * weights).to(hidden_states.dtype)
     made = routed.back(routed.product(made * weights, _matrices(self, "down_proj")))
     if self.has_bias:
-        made = made + routed.back(routed.bias(_bias(self, "down_proj")) * weights)
+        made = made + routed.back(routed.bias(self.down_proj_bias) * weights)
     return made.to(hidden_states.dtype)
+
+
+def _project(self: _StockExperts, routed: Layout, rows: Tensor, name: str) -> Tensor:
+    made = routed.product(rows, _matrices(self, name))
+    return made + routed.bias(getattr(self, f"{name}_bias")) if self.has_bias else made
 
 
 def _matrices(self: _StockExperts, name: str) -> Tensor:
     """The experts' weights as [g, in, out]; untransposed they are [g, out, in]."""
     weight: Tensor = getattr(self, name)
     return weight if self.is_transposed else weight.transpose(-2, -1)
-
-
-def _bias(self: _StockExperts, name: str) -> Tensor:
-    found: Tensor = getattr(self, f"{name}_bias")
-    return found
