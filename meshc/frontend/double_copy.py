@@ -20,6 +20,11 @@ def wide_dtype(dtype: torch.dtype, double: bool) -> torch.dtype:
     return WIDER.get(dtype, dtype) if double else dtype
 
 
+def wider(value: Any) -> Any:
+    """A value; of a dtype that which stands for it in the copy."""
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
 @contextmanager
 def double_by_default(double: bool) -> Iterator[None]:
     """A context in which tensors without a given dtype (`torch.eye(4)`, `torch.tensor(0.5)`) are double, as in the copy; and so is a norm
@@ -49,9 +54,6 @@ def _wide_norms() -> AbstractContextManager[None]:
 def widen_casts(module: torch.fx.GraphModule) -> None:
     """Casts to float32 inside the model become casts to float64, complex64 likewise, so that `verify(dtype=torch.float64)` compares in
     double throughout."""
-
-    def wider(argument: object) -> Any:
-        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
     for body in bodies_of(module):
         for node in body.graph.nodes:

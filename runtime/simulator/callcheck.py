@@ -12,7 +12,7 @@ precision the casts themselves are compared, if the compiling machine has the ke
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 
 from meshc.errors import VerifyError
 from meshc.frontend.capture import SEED_STEP, TorchGraph
-from meshc.frontend.double_copy import double_by_default
+from meshc.frontend.double_copy import WIDER, double_by_default
 from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ir import trees
 from meshc.ir.graph import placeholders
@@ -34,9 +34,7 @@ Value = Callable[..., Any]
 SEED: Final = 7
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-DOUBLE: Final = {
-    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128,
-}  # fmt: skip
+DOUBLE: Final = {**WIDER, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 METHODS: Final = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
 TOLERANCE: Final = {True: 1e-9, False: 1e-2}
 """Allowed error in double precision (True), and in the graph's own, which may be bfloat16 (False)."""
@@ -80,7 +78,7 @@ class CallCheck:
                     _compare(name, "a tensor that the model writes into", value, truth.left[key], double)
 
     def _value(self, fake: object, positive: bool = False) -> object:
-        """The value of an input or an attribute. `positive`: without negative entries, as for a variance."""
+        """The value of an input or an attribute, as `draw_values` makes it."""
         if isinstance(fake, torch.SymInt):
             return _size(fake)
         if not isinstance(fake, FakeTensor):
@@ -105,12 +103,16 @@ def _size(extent: object) -> Any:
 
 
 def _random_value(fake: Tensor, number: int, positive: bool) -> Tensor:
-    shape = [_size(extent) for extent in fake.shape]
     generator = torch.Generator().manual_seed(SEED + number)
-    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+    return draw_values([_size(extent) for extent in fake.shape], fake.dtype, generator, positive)
+
+
+def draw_values(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, positive: bool) -> Tensor:
+    """Values of an input. `positive`: without negative entries, as for a running variance."""
+    if dtype.is_floating_point or dtype.is_complex:
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2 + 0.05
-        return (drawn.abs() if positive else drawn).to(fake.dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(fake.dtype)
+        return (drawn.abs() if positive else drawn).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def _casts_here(module: GraphModule, device: str) -> bool:

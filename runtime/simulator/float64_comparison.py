@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_aggregate
+from torch.fx import Graph
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from meshc.frontend.double_copy import WIDER
+from meshc.frontend.double_copy import wider
 from meshc.ir import has_record, records, set_record
 from meshc.ir.functions import Function, Keywords
+from meshc.ir.graph import copy_graph
 from meshc.ir.nodes import KEY
 from meshc.private import TorchDispatchMode
 from meshc.program.program import PlainProgram
@@ -21,32 +22,20 @@ from meshc.program.program import PlainProgram
 
 def widen_program(program: PlainProgram) -> PlainProgram:
     """The program in double precision: types, constants and dtype arguments of operators; the operators are the same."""
-    ports = [tuple(replace(port, dtype=WIDER.get(port.dtype, port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
-    constants = {name: value.to(WIDER.get(value.dtype, value.dtype)) for name, value in program.constants.items()}
+    ports = [tuple(replace(port, dtype=wider(port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
+    constants = {name: value.to(wider(value.dtype)) for name, value in program.constants.items()}
     stages = {name: replace(stage, graph=_wide(stage.graph)) for name, stage in program.stages.items()}
     return replace(program, stages=stages, inputs=ports[0], outputs=ports[1], constants=constants)
 
 
 def _wide(graph: Graph) -> Graph:
-    made = Graph()
-    env: dict[Node, Node] = {}
-
-    def wide(argument: Argument) -> Argument:
-        if isinstance(argument, Node):
-            return env[argument]
-        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
-
-    for node in graph.nodes:
-        env[node] = made.create_node(node.op, node.target, map_aggregate(node.args, wide), map_aggregate(node.kwargs, wide), node.name)
-        env[node].meta.update(node.meta)
+    made = copy_graph(graph)
+    for node in made.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, wider), map_aggregate(node.kwargs, wider)
         if has_record(node):
-            found = tuple(replace(one, dtype=one.dtype and WIDER.get(one.dtype, one.dtype)) for one in records(node))
-            set_record(env[node], found if isinstance(node.meta[KEY], tuple) else found[0])
+            found = tuple(replace(one, dtype=wider(one.dtype)) for one in records(node))
+            set_record(node, found if isinstance(node.meta[KEY], tuple) else found[0])
     return made
-
-
-def _wider(value: object) -> object:
-    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 class WidenedOperators(TorchDispatchMode):
@@ -60,8 +49,8 @@ class WidenedOperators(TorchDispatchMode):
         if getattr(func, "namespace", "") == "meshc":  # a probability is compared with a float32 draw whatever the model's dtype
             return func(*args, **kwargs)
         if "dtype" in kwargs:
-            kwargs["dtype"] = _wider(kwargs["dtype"])
-        return func(*map(_wider, args), **kwargs)
+            kwargs["dtype"] = wider(kwargs["dtype"])
+        return func(*map(wider, args), **kwargs)
 
 
 class WidenedConstants(TorchFunctionMode):
@@ -70,7 +59,7 @@ class WidenedConstants(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and "dtype" in kwargs:
-            kwargs["dtype"] = _wider(kwargs["dtype"])
+            kwargs["dtype"] = wider(kwargs["dtype"])
         return func(*args, **kwargs)
 
 

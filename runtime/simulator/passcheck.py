@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx import Graph
 
 from meshc.errors import VerifyError
 from meshc.frontend.capture import TorchGraph
 from meshc.ir import has_record, records
+from meshc.ir.graph import output_of
 from meshc.ir.keys import kind_of
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import Instruction, PlainProgram, Port
-from meshc.runtime.simulator.callcheck import CallCheck
-from meshc.runtime.simulator.reference_comparison import FLOOR, LOW, error
+from meshc.runtime.simulator.callcheck import CallCheck, draw_values
+from meshc.runtime.simulator.reference_comparison import FLOOR, LOW, error, node_values
 from meshc.runtime.simulator.simulation import first_microbatch, simulate
 
 TOLERANCE, LOW_TOLERANCE = 1e-4, 3e-2
@@ -35,14 +35,14 @@ class PassCheck:
     """One per compilation; called after each pass that has changed the program."""
 
     def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.truth: dict[str, torch.Tensor] = {}
-        self.calls = CallCheck()
         self.tolerance = TOLERANCE
+        self.begin_again()
 
     def begin_again(self) -> None:
         """Forgets all values and truths, for another program."""
-        self.values, self.truth, self.calls = {}, {}, CallCheck()
+        self.values: dict[str, torch.Tensor] = {}
+        self.truth: dict[str, torch.Tensor] = {}
+        self.calls = CallCheck()
 
     def check_calls(self, name: str, model: TorchGraph, device: str) -> None:
         """Checks the graph of torch's calls, before lowering to operators."""
@@ -100,22 +100,8 @@ class PassCheck:
 
 def interpret(graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs a global-view graph on one device; returns outputs by key."""
-    env: dict[Node, Argument] = {}
-    ports = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = values[next(ports).key].clone()
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
-        elif node.op == "output":
-            return {port.key: _tensor(env[item]) for port, item in zip(outputs, node.args[0], strict=True)}
-    raise VerifyError("the graph has no output")
-
-
-def _tensor(value: Argument) -> torch.Tensor:
-    assert isinstance(value, torch.Tensor)
-    return value
+    made = node_values(graph, (values[port.key].clone() for port in inputs))[output_of(graph)]
+    return {port.key: value for port, value in zip(outputs, made, strict=True)}
 
 
 def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -131,7 +117,4 @@ def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(hashlib.sha256(port.key.encode()).hexdigest()[:8], 16))
     if port.kind == "state":
         return torch.rand(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
-    if port.dtype.is_floating_point:
-        drawn = torch.randn(port.shape, generator=generator, dtype=torch.float64) * 0.2 + 0.05
-        return (drawn.abs() if port.kind == "buffer" else drawn).to(port.dtype)  # a running variance is not negative
-    return torch.randint(0, 2, port.shape, generator=generator).to(port.dtype)
+    return draw_values(port.shape, port.dtype, generator, positive=port.kind == "buffer")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshc.errors import StateError, join_names
-from meshc.frontend.double_copy import WIDER
+from meshc.frontend.double_copy import wide_dtype, wider
 from meshc.frontend.expert_placement import initial_slots, is_slot_table
 from meshc.ir import trees
 
@@ -65,14 +65,10 @@ def _copy_failure_text(module: nn.Module, memo: Mapping[int, torch.Tensor], erro
 
 def widen(module: nn.Module) -> nn.Module:
     """Converts a module to double precision: parameters, buffers, and tensors among other attributes."""
-    module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
+    module._apply(lambda t: t.to(wider(t.dtype)))
     for child in module.modules():
-        vars(child).update({name: value.to(WIDER[value.dtype]) for name, value in _plain_tensors(child) if value.dtype in WIDER})
+        vars(child).update({name: value.to(wider(value.dtype)) for name, value in vars(child).items() if isinstance(value, torch.Tensor)})
     return module
-
-
-def _plain_tensors(child: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
 
 
 class ModelSnapshot:
@@ -106,8 +102,7 @@ def widen_inputs(tree: Tree, double: bool) -> Tree:
     def wide(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
-        return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
+        return leaf.detach().to(wide_dtype(leaf.dtype, double), copy=True).requires_grad_(leaf.requires_grad)
 
     copied: Tree = trees.map_leaves(wide, tree)
     return copied

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx import Graph, Interpreter, Node
 
 from meshc.errors import VerifyError
 from meshc.frontend.batch_norms import synced_norms
@@ -336,7 +336,7 @@ def compare_gradients(program: PlainProgram, reference: Reference, report: Repor
     loss, metrics = reference.train(0)
     report.add("output", _kind(found, "output"), {program_output(program): loss})
     _compare_metrics(found, metrics, report)
-    gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+    gradients = _gradients(reference)
     given = _kind(found, "gradient")
     given = {name: value for name, value in given.items() if name in gradients or bool(value.any())}
     report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
@@ -418,13 +418,17 @@ def compare_steps(
         _compare_buffers(found, reference, report, f"buffer after step {step}")
 
 
+def _gradients(reference: Reference) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in reference.module.named_parameters() if parameter.grad is not None}
+
+
 def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
 
 
-def compare_module(program: PlainProgram, reference: Reference, report: Report, seed: int = 0) -> None:
+def compare_module(program: PlainProgram, reference: Reference, report: Report) -> None:
     """Compares a program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values = input_values(program, reference, 0)
     for port in program.inputs:
         if port.kind == "tangent":
@@ -443,11 +447,19 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
     report.add("output", _kind(found, "output"), wanted)
     if tangents:
         given = _kind(found, "gradient")
-        mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        mine = _gradients(reference)
         lacking = {name: value for name, value in mine.items() if name not in given and bool(value.any())}
         mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
         report.add("gradient", given, lacking | {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
+
+
+def node_values(graph: Graph, inputs: Iterable[torch.Tensor]) -> dict[Node, Any]:
+    """Runs a global-view graph on one device; returns the value of each node."""
+    interpreter = Interpreter(nn.Module(), garbage_collect_values=False, graph=graph)
+    interpreter.extra_traceback = False
+    interpreter.run(*inputs, enable_io_processing=False)
+    return interpreter.env
 
 
 def first_wrong(
@@ -463,17 +475,11 @@ def first_wrong(
         program = first_microbatch(program)
         inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
         mine = {**values, **parts.microbatch_inputs(inputs, 0)}
-    env: dict[Node, Argument] = {}
-    placeholders = iter(program.inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            port = next(placeholders)
-            env[node] = program.constants[port.name] if port.kind == "constant" else mine[port.key]
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            made = node.target(*args, **kwargs)
-            env[node] = made
-            truth.update({f"{node.name}.{index}": value for index, value in enumerate(made if isinstance(made, list | tuple) else [made])})
+    env = node_values(graph, (program.constants[port.name] if port.kind == "constant" else mine[port.key] for port in program.inputs))
+    for node, made in env.items():
+        if node.op != "call_function":
+            continue
+        truth.update({f"{node.name}.{index}": value for index, value in enumerate(made if isinstance(made, list | tuple) else [made])})
     wrong: list[str] = []
 
     def observe(node: Node, ranks: list[object]) -> None:

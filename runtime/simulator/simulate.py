@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -222,20 +223,17 @@ def _ring_shift(tensors: Sequence[torch.Tensor], counts: Sequence[int], steps: i
     return [tensors[(place - steps) % len(tensors)].clone() for place in range(len(tensors))]
 
 
-def _to_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[torch.Tensor]:
-    size = tensors[0].shape[dim]
-    return list(torch.cat(list(tensors), dim).index_select(dim, _in_zigzag(size, len(tensors))).split(size, dim))
-
-
-def _from_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[torch.Tensor]:
-    size = tensors[0].shape[dim]
-    return list(torch.cat(list(tensors), dim).index_select(dim, _in_zigzag(size, len(tensors)).argsort()).split(size, dim))
-
-
-def _in_zigzag(tile: int, ranks: int) -> torch.Tensor:
-    """The positions of concatenated tiles in zigzag order."""
+def _to_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, back: bool = False) -> list[torch.Tensor]:
+    tile, ranks = tensors[0].shape[dim], len(tensors)
     halves = [half for place in range(ranks) for half in zigzag_halves(tile * ranks, ranks, place)]
-    return torch.cat([torch.arange(start, start + length) for start, length in halves])
+    order = torch.cat([torch.arange(start, start + length) for start, length in halves])
+    return list(torch.cat(list(tensors), dim).index_select(dim, order.argsort() if back else order).split(tile, dim))
+
+
+def _window_reach(window: Sequence[int], counts: Sequence[int], size: int) -> tuple[list[int], int, int]:
+    """The starts of all windows, and how far these reach before the whole dim and after it."""
+    starts = window_starts(window, counts)
+    return starts, max(0, -min(starts)), max(0, max(starts) + window[3] - size)
 
 
 def _halo(
@@ -243,8 +241,7 @@ def _halo(
 ) -> list[torch.Tensor]:
     """Concatenates the whole dim, extended by as much as windows reach, and returns each rank's window of it."""
     real = [tile.narrow(dim, 0, count) for tile, (_, count) in zip(tiles, tile_bounds(size, counts), strict=True)]
-    starts = window_starts(window, counts)
-    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    starts, before, after = _window_reach(window, counts, size)
     shape = list(tiles[0].shape)
     ends = [tiles[0].new_full([*shape[:dim], length, *shape[dim + 1 :]], fill) for length in (before, after)]
     whole = torch.cat([ends[0], *real, ends[1]], dim)
@@ -253,8 +250,7 @@ def _halo(
 
 def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int]) -> list[torch.Tensor]:
     """Adds up all windows in the whole dim, extended by as much as they reach, and returns each rank's tile, its padding zero."""
-    starts = window_starts(window, counts)
-    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    starts, before, after = _window_reach(window, counts, size)
     shape = list(tensors[0].shape)
     shape[dim] = before + size + after
     whole = tensors[0].new_zeros(shape)
@@ -291,7 +287,7 @@ def _scatter_rows(
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all, "ring_shift": _ring_shift, "halo": _halo, "halo_sum": _halo_sum,
-    "to_zigzag": _to_zigzag, "from_zigzag": _from_zigzag, "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
+    "to_zigzag": _to_zigzag, "from_zigzag": partial(_to_zigzag, back=True), "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
 }  # fmt: skip
 """By kind: function of the members' tensors, the sizes of the axes, and the collective's other arguments."""
 
