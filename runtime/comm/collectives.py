@@ -106,9 +106,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: T
     _check_reduction(x, op)
     if _direct(x) and group.size() == 2 and x.nbytes <= _EXCHANGE_BYTES:
         mine = x.contiguous()
-        theirs = torch.empty_like(mine)
-        terms = (theirs, mine) if group.rank() else (mine, theirs)
-        return CollectiveWork(mine, _exchange(mine, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out))
+        return _reduce_pair(mine, mine, group, op, out)
     if _direct(x) and group.size() > 2 and x.numel() > 1 and x.nbytes <= _SMALL_SUM:
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         return _to_all(x, group).then(lambda stacked: _reduce(stacked.unbind(), op, result))
@@ -116,25 +114,20 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: T
     return CollectiveWork(result, (dist.all_reduce(_plain(result), _reduce_op(op), group, async_op=True),))
 
 
-def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
-    """Every rank's `x`, one after another along dim 0 in the group's order. x: [a, ...] -> [n·a, ...].
-
-    `out` is contiguous; if `x` is this rank's part of it, that part is not copied.
-    """
+def all_gather(x: Tensor, group: ProcessGroup | None) -> CollectiveWork:
+    """Every rank's `x`, one after another along dim 0 in the group's order. x: [a, ...] -> [n·a, ...]."""
     if group is None:
-        return CollectiveWork(x if out is None else out.copy_(x))
+        return CollectiveWork(x)
     size, rank = group.size(), group.rank()
     x = x.contiguous()
-    if out is None:
-        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     if _direct(x) and size > 2 and x.nbytes <= _SMALL_PART:
-        return _to_all(x, group, out).then(lambda _: out)
+        return _to_all(x, group).then(lambda stacked: stacked.flatten(0, 1))
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     if not _direct(x) or size != 2:
         return CollectiveWork(out, (_all_gather(_plain(out), _plain(x), group, async_op=True),), held=x)
     parts = out.view(size, *x.shape)
     works = _exchange(x, parts[1 - rank], group)
-    if parts[rank].data_ptr() != x.data_ptr():
-        parts[rank].copy_(x)
+    parts[rank].copy_(x)
     return CollectiveWork(out, works, held=x)
 
 
@@ -142,32 +135,6 @@ def numbers_of_ranks(mine: Sequence[int], device: torch.device, group: ProcessGr
     """The numbers of each rank of the group, which waits for all."""
     found: list[list[int]] = all_gather(torch.tensor([mine], dtype=torch.int64, device=device), group).wait().tolist()
     return found
-
-
-def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> CollectiveWork:
-    """This rank's part, along dim 0, of the elementwise `op` of every rank's `x`. x: [n·a, ...] -> [a, ...]; `out` is contiguous."""
-    if group is None:
-        return CollectiveWork(x if out is None else out.copy_(x))
-    _check_reduction(x, op)
-    size = group.size()
-    _check_divides(x, 0, size)
-    if _direct(x):
-        return _reduce_parts(x.unflatten(0, (size, -1)), group, op, out)
-    x = x.contiguous()
-    if out is None:
-        out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return CollectiveWork(out, (_reduce_scatter(_plain(out), _plain(x), _reduce_op(op), group, async_op=True),), held=x)
-
-
-def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
-    """Part i of `x` along dim 0 goes to rank i; the result has rank i's part at place i. [n·a, ...] -> [n·a, ...]; `out` is contiguous."""
-    if group is None:
-        return CollectiveWork(x if out is None else out.copy_(x))
-    size = group.size()
-    _check_divides(x, 0, size)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _swap(x.unflatten(0, (size, -1)), out.unflatten(0, (size, -1)), group).then(lambda _: out)
 
 
 def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> CollectiveWork:
@@ -178,18 +145,9 @@ def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> CollectiveW
     return _one_message(x, (rank + steps) % size, (rank - steps) % size, group)
 
 
-def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWork:
-    """The rank's tile in zigzag order (`meshc/ir/sharding.py`), from its tile in natural order: the second half is exchanged with the rank
-    at the mirrored place of the group."""
-    return _exchange_halves(x, dim, group, home=False)
-
-
-def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWork:
-    """The rank's tile in natural order, from its tile in zigzag order."""
-    return _exchange_halves(x, dim, group, home=True)
-
-
-def _exchange_halves(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> CollectiveWork:
+def exchange_halves(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> CollectiveWork:
+    """The rank's tile in zigzag order (`meshc/ir/sharding.py`), from its tile in natural order; with `home` the reverse. The second half is
+    exchanged with the rank at the mirrored place of the group."""
     if group is None:
         return CollectiveWork(x)
     size, there = x.shape[dim], group.size() - 1 - group.rank()
@@ -269,14 +227,17 @@ def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWor
 
 
 def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum") -> CollectiveWork:
-    """`reduce_scatter` along any dim: [..., n·a, ...] -> [..., a, ...]. The parts sent are copied once, none as `gather_dim` says."""
+    """This rank's part, along a dim, of the elementwise `op` of every rank's `x`: [..., n·a, ...] -> [..., a, ...]. The parts sent are
+    copied once, none as `gather_dim` says."""
     if group is None:
         return CollectiveWork(x)
     parts = _split_parts(x, dim, group.size())
+    _check_reduction(x, op)
     if _direct(x):
-        _check_reduction(x, op)
-        return _reduce_parts(parts, group, op, None)
-    return reduce_scatter(parts, group, op).then(lambda part: part.squeeze(0))
+        return _reduce_parts(parts, group, op)
+    parts = parts.contiguous()
+    out = torch.empty_like(parts[0])
+    return CollectiveWork(out, (_reduce_scatter(_plain(out), _plain(parts), _reduce_op(op), group, async_op=True),), held=parts)
 
 
 def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> CollectiveWork:
@@ -293,6 +254,11 @@ def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]],
     """Sends pieces[i] to rank i, whatever its shape; the result is the received pieces, flat, one of shapes[i] from rank i."""
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     return all_to_all_rows(sent, [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes], group)
+
+
+def split_pieces(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The pieces of these shapes, which follow one another in `flat`."""
+    return [piece.view(*shape) for piece, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True)]
 
 
 def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> CollectiveWork:
@@ -353,24 +319,27 @@ def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> CollectiveWork
     return CollectiveWork(stacked, (dist.all_to_all_single(_flat(stacked), _flat(mine), group=group, async_op=True),), held=mine)
 
 
-def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> CollectiveWork:
-    """Sends `x` to every rank; the result is all ranks' tensors, [n, ..], in the memory of `out` if it is given."""
+def _to_all(x: Tensor, group: ProcessGroup) -> CollectiveWork:
+    """Sends `x` to every rank; the result is all ranks' tensors, [n, ..]."""
     sent = x.unsqueeze(0).expand(group.size(), *x.shape).contiguous()
-    stacked = torch.empty_like(sent) if out is None else out.view(sent.shape)
+    stacked = torch.empty_like(sent)
     return CollectiveWork(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
 
 
-def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> CollectiveWork:
+def _reduce_pair(sent: Tensor, mine: Tensor, group: ProcessGroup, op: str, out: Tensor | None = None) -> CollectiveWork:
+    """In a group of two: the reduction of `mine` with what the other rank sends."""
+    theirs = torch.empty_like(sent)
+    terms = (theirs, mine) if group.rank() else (mine, theirs)
+    return CollectiveWork(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
+
+
+def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str) -> CollectiveWork:
     """The reduction over ranks of their parts[this rank]; terms are added in the group's order, whichever rank adds."""
     if group.size() == 2:
-        rank = group.rank()
         parts = parts.contiguous()  # of one memory, and where it is a copy, what was given may go
-        sent, mine = parts[1 - rank], parts[rank]
-        theirs = torch.empty_like(sent)
-        terms = (theirs, mine) if rank else (mine, theirs)
-        return CollectiveWork(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
+        return _reduce_pair(parts[1 - group.rank()], parts[group.rank()], group, op)
     stacked = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    result = torch.empty_like(stacked[0]) if out is None else out
+    result = torch.empty_like(stacked[0])
     return CollectiveWork(stacked, (_swap(parts, stacked, group),), lambda: _reduce(stacked.unbind(), op, result))
 
 
@@ -385,7 +354,8 @@ def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 def _split_parts(x: Tensor, dim: int, size: int) -> Tensor:
     """[..., n·a, ...] -> [n, ..., a, ...], a view."""
     dim %= x.ndim
-    _check_divides(x, dim, size)
+    if x.shape[dim] % size:
+        raise ValueError(f"dim {dim} of shape {tuple(x.shape)} does not split into {size} equal parts")
     return x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
@@ -417,8 +387,3 @@ def _reduce_op(op: str) -> dist.ReduceOp.RedOpType:
 def _check_reduction(x: Tensor, op: str) -> None:
     if x.dtype not in _PLAIN and not (x.dtype is torch.bool and REDUCTIONS[op].opposite):
         raise TypeError(f"{op} over ranks of {x.dtype}: cast it first; bool takes max and min, the 8-bit floats only travel")
-
-
-def _check_divides(x: Tensor, dim: int, size: int) -> None:
-    if x.shape[dim] % size:
-        raise ValueError(f"dim {dim} of shape {tuple(x.shape)} does not split into {size} equal parts")

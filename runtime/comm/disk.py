@@ -14,7 +14,6 @@ import mmap
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final
@@ -43,9 +42,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
             block = mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise StateError(_no_room(folder, size, what, error)) from error
-    HELD.take(size)
-    weakref.finalize(block, HELD.give, size)
-    return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    return host.mapped_tensor(block, shape, dtype, HELD)
 
 
 def copy_to_disk(tensor: Tensor, what: str) -> Tensor:

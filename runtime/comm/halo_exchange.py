@@ -11,7 +11,6 @@ The counts that ranks exchange follow from the sizes alone, so nothing is sent b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshc.ir.window import overlaps, tile_bounds, tile_length, window_starts
-from meshc.runtime.comm.collectives import CollectiveWork, all_to_all_pieces
+from meshc.runtime.comm.collectives import CollectiveWork, all_to_all_pieces, split_pieces
 
 Finish = Callable[[Mapping[int, Tensor]], Tensor]
 
@@ -75,9 +74,7 @@ class HaloExchange:
         pieces = [nothing if peer == self._rank else sent.get(peer, nothing) for peer in range(self._count)]
 
         def sort(flat: Tensor) -> Tensor:
-            parts = flat.split([math.prod(shape) for shape in shapes])
-            came = {peer: part.view(shape) for peer, (part, shape) in enumerate(zip(parts, shapes, strict=True))}
-            return finish({**came, **mine})
+            return finish({**dict(enumerate(split_pieces(flat, shapes))), **mine})
 
         return all_to_all_pieces(pieces, shapes, self._group).then(sort)
 

@@ -59,9 +59,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
-    block = mmap.mmap(-1, size)
-    HELD.take(size)
-    weakref.finalize(block, HELD.give, size)
+    return mapped_tensor(mmap.mmap(-1, size), shape, dtype, HELD)
+
+
+def mapped_tensor(block: mmap.mmap, shape: Sequence[int], dtype: torch.dtype, usage: PoolUsage) -> Tensor:
+    """A contiguous tensor in mapped memory, which counts as in use for as long as it is there."""
+    usage.take(len(block))
+    weakref.finalize(block, usage.give, len(block))
     return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 

@@ -42,7 +42,7 @@ class StageTransfers(Transfers):
     def to_all(self, value: Tensor) -> Tensor:
         """Broadcasts `value` from the stage's ranks to all, in place; all ranks pass tensors of one shape."""
         sent = value.to(self.device)
-        collectives.broadcast(sent, self._group([self.axis]), self.at).wait()
+        collectives.broadcast(sent, self.over([self.axis]), self.at).wait()
         return value if sent is value else value.copy_(sent)
 
     def inside(self, tile: Tensor, sharding: Sharding) -> Tensor:
@@ -74,7 +74,7 @@ class StageTransfers(Transfers):
 
     def _takes_part(self, sharding: Sharding) -> bool:
         """Whether this rank is one of the stage's. Creates the groups first, which takes all ranks."""
-        self._group(self.splitting(sharding))
+        self.over(self.splitting(sharding))
         return self.member
 
 

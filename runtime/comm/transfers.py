@@ -52,7 +52,7 @@ class Transfers:
 
     def scatter(self, value: Tensor | None, sharding: Sharding, dtype: torch.dtype) -> Tensor:
         """Each rank's tile of rank 0's `value`, which the other ranks need not have: a new tensor on the device."""
-        group = self._group(self.mesh.names)
+        group = self.over(self.mesh.names)
         axes = layouts.splitting_axes(sharding, self.mesh)
         root = None
         if self._place == self.source:
@@ -116,10 +116,7 @@ class Transfers:
         """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if the two are equal."""
         if layouts.is_aligned(sharding, self.mesh):
             return layouts.pad_to(chunk, local_shape(sharding, self.sizes))
-        placements = layouts.torch_placements(sharding, self.mesh)
-        padded = layouts.pad_to(chunk, layouts.largest_chunk(sharding.shape, placements, self.mesh))
-        chunks = self._gather_pieces(padded, layouts.splitting_axes(sharding, self.mesh))
-        full = layouts.put_chunks(chunks, sharding.shape, placements, self.mesh)
+        full = self._join_chunks(chunk, sharding.shape, layouts.torch_placements(sharding, self.mesh), self.splitting(sharding))
         return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
 
     def permute_rows(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
@@ -129,7 +126,7 @@ class Transfers:
         here = tile.to(self.device)
         if not axes:
             return here.index_select(0, torch.tensor(source, dtype=torch.int64, device=self.device))
-        group = self._group(axes)
+        group = self.over(axes)
         assert group is not None
         moves = reorder.moves(sharding.dims[0], axes, self.sizes, self.coordinates, source)
         made, me = torch.zeros_like(here, memory_format=torch.contiguous_format), group.rank()
@@ -160,18 +157,19 @@ class Transfers:
         axes = [axis.name for axis, place in zip(self.mesh.axes, placements, strict=True) if axis.size > 1 and isinstance(place, Shard)]
         if not axes:
             return value.to_local()
-        chunk = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, placements, self.mesh))
-        return layouts.put_chunks(self._gather_pieces(chunk, axes), value.shape, placements, self.mesh)
+        return self._join_chunks(value.to_local(), value.shape, placements, axes)
 
-    def over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one along `axes` only; None if this rank is alone."""
-        return self._group(axes)
+    def _join_chunks(self, chunk: Tensor, shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[str]) -> Tensor:
+        """The whole tensor of which each rank has a DTensor's local tensor."""
+        padded = layouts.pad_to(chunk, layouts.largest_chunk(shape, placements, self.mesh))
+        return layouts.put_chunks(self._gather_pieces(padded, axes), shape, placements, self.mesh)
 
     def _gather_pieces(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
-        stacked = collectives.all_gather(x.unsqueeze(0), self._group(axes)).wait()
+        stacked = collectives.all_gather(x.unsqueeze(0), self.over(axes)).wait()
         for at, piece in zip(layouts.all_coordinates(axes, self.sizes), stacked, strict=True):
             yield self.coordinates | at, piece
 
-    def _group(self, axes: Sequence[str]) -> torch.distributed.ProcessGroup | None:
+    def over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
+        """The group of the ranks that differ from this one along `axes` only; None if this rank is alone."""
         self.groups.prepare([axes])
         return self.groups.group(axes)

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from meshc.errors import InputError
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.window import tile_bounds, tile_length
-from meshc.runtime.comm.collectives import all_to_all_pieces
+from meshc.runtime.comm.collectives import all_to_all_pieces, split_pieces
 
 Bounds = Sequence[tuple[int, int]]
 """First element and number of elements that each rank has."""
@@ -109,9 +109,8 @@ class UnevenBatch:
         pieces = [x.narrow(dim, start - have[me][0], count) if count else x.narrow(dim, 0, 0) for start, count in sends]
         shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for _, count in comes]
         assert self._group is not None
-        flat = all_to_all_pieces(pieces, shapes, self._group).wait()
-        came = flat.split([prod(shape) for shape in shapes])
-        placed = [(start - want[me][0], one.view(shape)) for (start, _), one, shape in zip(comes, came, shapes, strict=True)]
+        came = split_pieces(all_to_all_pieces(pieces, shapes, self._group).wait(), shapes)
+        placed = [(start - want[me][0], one) for (start, _), one in zip(comes, came, strict=True)]
         return _assemble_rows(x, dim, length, placed)
 
 

@@ -80,8 +80,8 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., colle
     if name == "ring_shift":
         return lambda x: collectives.ring_shift(x, rest[0], group)  # type: ignore[arg-type]
     if node.target in spmd.OF_ORDER:
-        change = collectives.to_zigzag if node.target is spmd.to_zigzag else collectives.from_zigzag
-        return lambda x: change(x, rest[0], group)  # type: ignore[arg-type]
+        home = node.target is spmd.from_zigzag
+        return lambda x: collectives.exchange_halves(x, rest[0], group, home)  # type: ignore[arg-type]
     if node.target in spmd.OF_ROWS:
         each = node.args[3]
         assert isinstance(each, int)
