@@ -32,18 +32,18 @@ class Replacement:
     """One target.
 
     target    `MODULE:NAME.NAME`, with `[]` where entries of a table are replaced; `*` stands for any text
-    since     the first release of the library in which it was seen in this form
-    during    a trace (or the reference run that a program is compared with), a call, the process, or as long as an object of the library's
     form      the first parameters of a function, `(self, tx)`; of other values the class; "": any, or that it need not be there
     why       what torch, or another library, does otherwise
+    since     the first release of the library in which it was seen in this form; default: the first of torch that is supported
+    during    a trace (or the reference run that a program is compared with), a call, the process, or as long as an object of the library's
     optional  releases without it need no replacement
     """
 
     target: str
-    since: str
-    during: Literal["trace", "call", "process", "object"]
     form: str
     why: str
+    since: str = "2.11"
+    during: Literal["trace", "call", "process", "object"] = "trace"
     optional: bool = False
 
     @property
@@ -64,222 +64,211 @@ class Replacement:
 
 REPLACEMENTS: Final[Mapping[str, Replacement]] = {
     "export_guards": Replacement(
-        "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation", "2.11", "trace", "(module_to_trace, orig_callable)",
+        "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation", "(module_to_trace, orig_callable)",
         "export builds guards for limits of sizes, of which there are none, and discards them"),
     "function_names": Replacement(
-        "torch._dynamo.symbolic_convert:get_funcname", "2.11", "trace", "(filename, lineno)",
-        "parses whole files for the function of each line, for logs"),
+        "torch._dynamo.symbolic_convert:get_funcname", "(filename, lineno)", "parses whole files for the function of each line, for logs"),
     "backend_lookup": Replacement(
-        "torch._dynamo:lookup_backend", "2.11", "trace", "(compiler_fn)", "imports all backends, and none is used"),
+        "torch._dynamo:lookup_backend", "(compiler_fn)", "imports all backends, and none is used"),
     "input_pickler": Replacement(
-        "torch._dynamo.graph_region_tracker:InputPickler", "2.11", "trace", "type", "imports Inductor when it is created, and is not used"),
+        "torch._dynamo.graph_region_tracker:InputPickler", "type", "imports Inductor when it is created, and is not used"),
     "local_map_check": Replacement(
-        "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop", "2.11", "trace", "(value)",
+        "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop", "(value)",
         "imports DTensor's experiments to compare with"),
     "dynamo_reset": Replacement(
-        "torch._dynamo:reset", "2.11", "trace", "()", "export drops what the user has compiled in this process"),
+        "torch._dynamo:reset", "()", "export drops what the user has compiled in this process"),
     "size_profile": Replacement(
-        "torch._dynamo.pgo:_CODE_STATE", "2.11", "trace", "NoneType | defaultdict", "sizes of earlier calls would open those of a trace"),
+        "torch._dynamo.pgo:_CODE_STATE", "NoneType | defaultdict", "sizes of earlier calls would open those of a trace"),
     "initial_size_profile": Replacement(
-        "torch._dynamo.pgo:_INIT_CODE_STATE", "2.11", "trace", "NoneType | defaultdict", "likewise, of earlier processes"),
+        "torch._dynamo.pgo:_INIT_CODE_STATE", "NoneType | defaultdict", "likewise, of earlier processes"),
     "mutation_code": Replacement(
-        "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "2.11", "trace", "(self, cg)",
+        "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "(self, cg)",
         "where Dynamo has its account of changed Python state, of read values and of traced code complete"),
     "print_call": Replacement(
-        "torch._dynamo.variables.misc:DebuggingVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "torch._dynamo.variables.misc:DebuggingVariable.call_function", "(self, tx, args, kwargs)",
         "prints and warnings are skipped; they are carried out once"),
     "log_call": Replacement(
-        "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "2.11", "trace", "(self, tx, name, args, kwargs)",
-        "likewise logging"),
+        "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "(self, tx, name, args, kwargs)", "likewise logging"),
     "builtin_call": Replacement(
-        "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
-        "fails at texts with tensors in them"),
+        "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "(self, tx, args, kwargs)", "fails at texts with tensors in them"),
     "main_instructions": Replacement(
-        "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table", "2.11", "trace", "list",
+        "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table", "list",
         "fails at branches that only raise, or that no draw decides, and at `x.requires_grad = True`"),
     "inlined_instructions": Replacement(
-        "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table", "2.11", "trace", "list", "likewise"),
+        "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table", "list", "likewise"),
     "generator_instructions": Replacement(
-        "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator.dispatch_table", "2.11", "trace", "list", "likewise"),
+        "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator.dispatch_table", "list", "likewise"),
     "torch_refusals": Replacement(
-        "torch._dynamo.variables.torch:unimplemented", "2.11", "trace", "(gb_type)", "refuses `out=` into a view for its strides"),
+        "torch._dynamo.variables.torch:unimplemented", "(gb_type)", "refuses `out=` into a view for its strides"),
     "torch_call": Replacement(
-        "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "(self, tx, args, kwargs)",
         "refuses `torch.autograd.grad` beside leaves that a function returns"),
     "leaf_mark": Replacement(
-        "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "2.11", "trace", "(self, tx, requires_grad)",
+        "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "(self, tx, requires_grad)",
         "likewise; leaves are nodes of the graph"),
     "tensor_list": Replacement(
-        "torch._dynamo.variables:TensorVariable.method_tolist", "2.11", "trace", "(self, tx)", "takes known values for unknown"),
+        "torch._dynamo.variables:TensorVariable.method_tolist", "(self, tx)", "takes known values for unknown"),
     "wrapped_number": Replacement(
-        "torch._dynamo.variables.builder:VariableBuilder._wrap", "2.11", "trace", "(self, value)",
-        "Python numbers that are inputs would be constants"),
+        "torch._dynamo.variables.builder:VariableBuilder._wrap", "(self, value)", "Python numbers that are inputs would be constants"),
     "lazy_number": Replacement(
-        "torch._dynamo.variables.lazy:LazyConstantVariable.create", "2.11", "trace", "(value, source)", "likewise"),
+        "torch._dynamo.variables.lazy:LazyConstantVariable.create", "(value, source)", "likewise"),
     "number_guard": Replacement(
-        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "2.11", "trace", "(self, output_graph)",
+        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "(self, output_graph)",
         "a branch on such a number has its present outcome, which is part of a call's key"),
     "cloned_input": Replacement(
-        "torch._dynamo.variables.builder:_clone_input", "2.11", "trace", "(value, fake_mode)",
+        "torch._dynamo.variables.builder:_clone_input", "(value, fake_mode)",
         "copies a tensor that a transform of `torch.func` reads first as one of the transform's"),
     "autograd_function_call": Replacement(
-        "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable.call_function", "2.11", "trace", "(self, tx, args, kwargs)",
+        "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable.call_function", "(self, tx, args, kwargs)",
         "2.11 traces the gradient of a tensor that is given twice once; later releases refuse it"),
     "forward_jacobian": Replacement(
-        "torch._functorch.eager_transforms:jacfwd", "2.11", "trace", "(func, argnums, has_aux)",
+        "torch._functorch.eager_transforms:jacfwd", "(func, argnums, has_aux)",
         "`hessian` by jacfwd needs tangents that fake tensors do not have"),
     "fake_dispatch": Replacement(
-        "torch._subclasses.fake_tensor:FakeTensorMode.dispatch", "2.11", "trace", "(self, func, types, args, kwargs)",
+        "torch._subclasses.fake_tensor:FakeTensorMode.dispatch", "(self, func, types, args, kwargs)",
         "values that no input decides are known; in a copy in double precision norms of float32 are double"),
     "known_elements": Replacement(
-        "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "2.11", "trace", "int", "known values have one element at most"),
+        "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "int", "known values have one element at most"),
     "lstm_layer": Replacement(
-        "torch._decomp.decompositions:one_layer_lstm", "2.11", "trace", "(inp, hidden, params, has_biases, reverse)",
+        "torch._decomp.decompositions:one_layer_lstm", "(inp, hidden, params, has_biases, reverse)",
         "2.11 gives last states of several sequences one dim of length 1 too many"),
     "jit_isinstance": Replacement(
-        "torch.jit:isinstance", "2.11", "trace", "(obj, target_type)", "cannot be traced"),
+        "torch.jit:isinstance", "(obj, target_type)", "cannot be traced"),
     "batch_norm": Replacement(
-        "torch.nn.modules.batchnorm:_BatchNorm.forward", "2.11", "trace", "(self, input)",
-        "with momentum=None takes a Python number from a tensor"),
+        "torch.nn.modules.batchnorm:_BatchNorm.forward", "(self, input)", "with momentum=None takes a Python number from a tensor"),
     "synced_batch_norm": Replacement(
-        "torch.nn:SyncBatchNorm.forward", "2.11", "trace", "(self, input)", "sends statistics between ranks, on CUDA alone"),
+        "torch.nn:SyncBatchNorm.forward", "(self, input)", "sends statistics between ranks, on CUDA alone"),
     "causal_hint": Replacement(
-        "torch.nn.modules.transformer:_detect_is_causal_mask", "2.11", "trace", "(mask, is_causal, size)",
-        "compares a mask's values with a causal one's"),
+        "torch.nn.modules.transformer:_detect_is_causal_mask", "(mask, is_causal, size)", "compares a mask's values with a causal one's"),
     "adaptive_loss": Replacement(
-        "torch.nn:AdaptiveLogSoftmaxWithLoss.forward", "2.11", "trace", "(self, input_, target_)",
+        "torch.nn:AdaptiveLogSoftmaxWithLoss.forward", "(self, input_, target_)",
         "gives each cluster its rows, whose number targets decide"),
     "adaptive_prediction": Replacement(
-        "torch.nn:AdaptiveLogSoftmaxWithLoss.predict", "2.11", "trace", "(self, input)", "likewise"),
+        "torch.nn:AdaptiveLogSoftmaxWithLoss.predict", "(self, input)", "likewise"),
     "ctc_loss": Replacement(
-        "torch.nn.functional:ctc_loss", "2.11", "trace", "(log_probs, targets, input_lengths, target_lengths, blank, reduction)",
+        "torch.nn.functional:ctc_loss", "(log_probs, targets, input_lengths, target_lengths, blank, reduction)",
         "has no form that splits by rows"),
     "cudnn_flags": Replacement(
-        "torch.backends.cudnn:flags", "2.11", "trace", "(enabled)", "stock models choose kernels for that loss by it, which is not traced"),
+        "torch.backends.cudnn:flags", "(enabled)", "stock models choose kernels for that loss by it, which is not traced"),
     "grouped_product": Replacement(
-        "torch:_grouped_mm", "2.11", "trace", "builtin_function_or_method",
+        "torch:_grouped_mm", "builtin_function_or_method",
         "takes bfloat16 alone on fake tensors, and has no float64 version, in which programs are verified"),
     "functional_grouped_product": Replacement(
-        "torch.nn.functional:grouped_mm", "2.11", "trace", "(mat_a, mat_b, offs, bias, out_dtype)", "likewise"),
+        "torch.nn.functional:grouped_mm", "(mat_a, mat_b, offs, bias, out_dtype)", "likewise"),
     "divergences": Replacement(
-        "torch.distributions.kl:_KL_MEMOIZE[]", "2.11", "trace", "dict", "searches for the function of two classes, which is not traced"),
+        "torch.distributions.kl:_KL_MEMOIZE[]", "dict", "searches for the function of two classes, which is not traced"),
     "flex_device_check": Replacement(
-        "torch.nn.attention.flex_attention:_validate_device", "2.11", "trace", "(query, key, value)",
-        "refuses gradients on a CPU"),
+        "torch.nn.attention.flex_attention:_validate_device", "(query, key, value)", "refuses gradients on a CPU"),
     "flex_kernel_options": Replacement(
-        "torch.nn.attention.flex_attention:_apply_kernel_options", "2.11", "trace", "(query, key, value, return_lse, kernel_options)",
+        "torch.nn.attention.flex_attention:_apply_kernel_options", "(query, key, value, return_lse, kernel_options)",
         "refuses the greatest scores on a CPU"),
     "flex_compilation": Replacement(
-        "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "2.11", "trace", "bool",
+        "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "bool",
         "compiles the call, which does not work under dispatch modes: in a reference"),
     "flex_operator": Replacement(
-        "torch.nn.attention.flex_attention:flex_attention_hop", "2.11", "trace", "(query, key, value, score_mod, block_mask)",
+        "torch.nn.attention.flex_attention:flex_attention_hop", "(query, key, value, score_mod, block_mask)",
         "likewise; as plain operators"),
     "compiling_flag": Replacement(
-        "torch.compiler:_is_compiling_flag", "2.11", "trace", "bool", "layers are compared on the branches that a trace takes"),
+        "torch.compiler:_is_compiling_flag", "bool", "layers are compared on the branches that a trace takes"),
     "dynamo_compiling": Replacement(
-        "torch.compiler:is_dynamo_compiling", "2.11", "trace", "()", "likewise"),
+        "torch.compiler:is_dynamo_compiling", "()", "likewise"),
     "autograd_function": Replacement(
-        "torch.autograd:Function.apply", "2.11", "trace", "method | builtin_function_or_method",
+        "torch.autograd:Function.apply", "method | builtin_function_or_method",
         "where layers are compared: their calls are recorded with arguments, since their backward is not run"),
     "layer_call": Replacement(
-        "torch.nn:Module._call_impl", "2.11", "trace", "(self, args, kwargs)",
+        "torch.nn:Module._call_impl", "(self, args, kwargs)",
         "in the layers that are compared: what they call is recorded, hooks included"),
     "drawn_tokens": Replacement(
-        "torch:multinomial", "2.11", "call", "builtin_function_or_method",
-        "in `generate` of several ranks' rows: each rank's rows are drawn by its own generator"),
+        "torch:multinomial", "builtin_function_or_method",
+        "in `generate` of several ranks' rows: each rank's rows are drawn by its own generator", during="call"),
     "random_tracker": Replacement(
-        "torch.distributed.tensor._random:_rng_tracker", "2.11", "process", "NoneType",
-        "has nobody who places random draws of DTensors on CPU meshes: those of one device"),
+        "torch.distributed.tensor._random:_rng_tracker", "NoneType",
+        "has nobody who places random draws of DTensors on CPU meshes: those of one device", during="process"),
     "operand_exchange": Replacement(
-        "torch.distributed.tensor._dispatch:redistribute_local_tensor", "2.11", "process", "(local_tensor, current_spec, target_spec)",
-        "a rank that exchanges alone would wait for ever: exchanges are noted"),
+        "torch.distributed.tensor._dispatch:redistribute_local_tensor", "(local_tensor, current_spec, target_spec)",
+        "a rank that exchanges alone would wait for ever: exchanges are noted", during="process"),
     "asked_exchange": Replacement(
-        "torch.distributed.tensor._redistribute:redistribute_local_tensor", "2.11", "process", "(local_tensor, current_spec, target_spec)",
-        "likewise"),
+        "torch.distributed.tensor._redistribute:redistribute_local_tensor", "(local_tensor, current_spec, target_spec)", "likewise",
+        during="process"),
     "dtensor_operators": Replacement(
-        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers[]", "2.11", "process", "dict",
-        "views, edits and numbers of a compiled model's tensors that torch refuses, or takes of a part"),
+        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers[]", "dict",
+        "views, edits and numbers of a compiled model's tensors that torch refuses, or takes of a part", during="process"),
     "dtensor_numpy": Replacement(
-        "torch.distributed.tensor:DTensor.numpy", "2.11", "process", "method_descriptor", "refuses tensors that are whole on each rank"),
+        "torch.distributed.tensor:DTensor.numpy", "method_descriptor", "refuses tensors that are whole on each rank", during="process"),
     "dtensor_list": Replacement(
-        "torch.distributed.tensor:DTensor.tolist", "2.11", "process", "method_descriptor", "likewise"),
+        "torch.distributed.tensor:DTensor.tolist", "method_descriptor", "likewise", during="process"),
     "dtensor_text": Replacement(
-        "torch.distributed.tensor:DTensor.__format__", "2.11", "process", "(self, format_spec)", "likewise"),
+        "torch.distributed.tensor:DTensor.__format__", "(self, format_spec)", "likewise", during="process"),
     "experts": Replacement(
-        "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[]", "5.0", "trace", "ExpertsInterface",
-        "sorts rows by expert; without sorting they are split"),
+        "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[]", "ExpertsInterface", "sorts rows by expert; without sorting they are split",
+        since="5.0"),
     "block_mask": Replacement(
-        "transformers.masking_utils:create_block_mask", "5.0", "trace", "(mask_mod, B, H, Q_LEN, KV_LEN)",
-        "compiles the mask's function, which a trace does not enter"),
+        "transformers.masking_utils:create_block_mask", "(mask_mod, B, H, Q_LEN, KV_LEN)",
+        "compiles the mask's function, which a trace does not enter", since="5.0"),
     "mask_test": Replacement(
-        "transformers.masking_utils:fast_all", "5.15", "trace", "(tensor)",
-        "drops a padding mask that is all true: a trace serves all masks"),
+        "transformers.masking_utils:fast_all", "(tensor)", "drops a padding mask that is all true: a trace serves all masks", since="5.15"),
     "mask_padding": Replacement(
-        "transformers.masking_utils:prepare_padding_mask", "5.0", "trace", "(attention_mask, kv_length, kv_offset)",
-        "pads by the number of the first token, which is a tensor", True),
+        "transformers.masking_utils:prepare_padding_mask", "(attention_mask, kv_length, kv_offset)",
+        "pads by the number of the first token, which is a tensor", since="5.0", optional=True),
     "block_padding": Replacement(
-        "transformers.masking_utils:maybe_pad_block_sequence_ids", "5.10", "trace",
-        "(block_sequence_ids, attention_mask, kv_length, kv_offset)", "likewise", True),
+        "transformers.masking_utils:maybe_pad_block_sequence_ids", "(block_sequence_ids, attention_mask, kv_length, kv_offset)", "likewise",
+        since="5.10", optional=True),
     "cache_kinds": Replacement(
-        "transformers.cache_utils:get_layer_types_and_kwargs", "5.15", "trace", "(config)",
-        "copies the configuration for each layer, which Dynamo would follow line by line", True),
+        "transformers.cache_utils:get_layer_types_and_kwargs", "(config)",
+        "copies the configuration for each layer, which Dynamo would follow line by line", since="5.15", optional=True),
     "model_hooks": Replacement(
-        "transformers.utils.output_capturing:install_all_output_capturing_hooks", "5.2", "trace", "(model, prefix)",
-        "gives a model with hooks those of the model around it too, and collects each value twice"),
+        "transformers.utils.output_capturing:install_all_output_capturing_hooks", "(model, prefix)",
+        "gives a model with hooks those of the model around it too, and collects each value twice", since="5.2"),
     "collector": Replacement(
-        "transformers.utils.output_capturing:_active_collector", "5.2", "trace", "CompileableContextVar",
-        "compiled, it loses the outer call's collection when an inner call ends"),
+        "transformers.utils.output_capturing:_active_collector", "CompileableContextVar",
+        "compiled, it loses the outer call's collection when an inner call ends", since="5.2"),
     "own_masks": Replacement(
-        "transformers.models.*:is_torchdynamo_compiling", "5.0", "trace", "()",
-        "of Switch Transformers and LongT5: they build the mask that they need unless they are compiled"),
+        "transformers.models.*:is_torchdynamo_compiling", "()",
+        "of Switch Transformers and LongT5: they build the mask that they need unless they are compiled", since="5.0"),
     "selective_scan": Replacement(
-        "transformers.models.*:mamba_selective_scan", "5.15", "trace", "",
-        "a loop over positions; as one recurrence"),
+        "transformers.models.*:mamba_selective_scan", "", "a loop over positions; as one recurrence", since="5.15"),
     "short_convolution": Replacement(
-        "transformers.models.*:causal_conv1d_fn", "5.0", "trace", "",
-        "pads on both sides and cuts, which splits no sequence"),
+        "transformers.models.*:causal_conv1d_fn", "", "pads on both sides and cuts, which splits no sequence", since="5.0"),
     "delta_rule": Replacement(
-        "transformers.models.*:torch_chunk_gated_delta_rule", "5.0", "trace", "",
-        "a loop over chunks"),
+        "transformers.models.*:torch_chunk_gated_delta_rule", "", "a loop over chunks", since="5.0"),
     "decaying_average": Replacement(
-        "transformers.models.*:rwkv_linear_attention", "5.0", "trace", "",
-        "a loop over positions"),
+        "transformers.models.*:rwkv_linear_attention", "", "a loop over positions", since="5.0"),
     "rope": Replacement(
-        "transformers.models.*:*.forward", "5.0", "trace", "(self, x, position_ids)",
-        "of embeddings that follow the length: compares it, a tensor, in Python"),
+        "transformers.models.*:*.forward", "(self, x, position_ids)",
+        "of embeddings that follow the length: compares it, a tensor, in Python", since="5.0"),
     "trainer_saving": Replacement(
-        "transformers:Trainer._save_optimizer_and_scheduler", "5.0", "object", "(self, output_dir)",
-        "in a Trainer of a compiled model: would save a part of the optimizer's state"),
+        "transformers:Trainer._save_optimizer_and_scheduler", "(self, output_dir)",
+        "in a Trainer of a compiled model: would save a part of the optimizer's state", since="5.0", during="object"),
     "trainer_mark": Replacement(
-        "transformers:PreTrainedModel._is_distributed_loading_by_transformers", "5.19", "object", "bool",
-        "in a compiled model: the Trainer would wrap it in DDP, and move it"),
+        "transformers:PreTrainedModel._is_distributed_loading_by_transformers", "bool",
+        "in a compiled model: the Trainer would wrap it in DDP, and move it", since="5.19", during="object"),
     "image_encoding": Replacement(
-        "transformers:GenerationMixin._supports_mm_encoder_outputs", "5.19", "object", "(self)",
-        "in a compiled model: `generate` would call its encoder, which is no program"),
+        "transformers:GenerationMixin._supports_mm_encoder_outputs", "(self)",
+        "in a compiled model: `generate` would call its encoder, which is no program", since="5.19", during="object"),
     "generation": Replacement(
-        "transformers:GenerationMixin.generate", "5.0", "object", "",
-        "in a compiled model: prompts are of one rank or of all"),
+        "transformers:GenerationMixin.generate", "", "in a compiled model: prompts are of one rank or of all", since="5.0",
+        during="object"),
     "adapted_parameters": Replacement(
-        "peft.tuners.lora.layer:ParamWrapper.forward", "0.21", "trace", "(self, x)",
-        "registers a parametrization in every call; parameter + delta as a value"),
+        "peft.tuners.lora.layer:ParamWrapper.forward", "(self, x)",
+        "registers a parametrization in every call; parameter + delta as a value", since="0.21"),
     "accelerate_mark": Replacement(
-        "accelerate.accelerator:*._is_accelerate_prepared", "1.15", "object", "",
-        "in a compiled model: Accelerate would wrap it in DDP"),
+        "accelerate.accelerator:*._is_accelerate_prepared", "", "in a compiled model: Accelerate would wrap it in DDP", since="1.15",
+        during="object"),
     "gathering": Replacement(
-        "accelerate:Accelerator.gather", "1.15", "object", "(self)",
-        "in an Accelerator: would count parts of a batch that ranks share several times"),
+        "accelerate:Accelerator.gather", "(self)", "in an Accelerator: would count parts of a batch that ranks share several times",
+        since="1.15", during="object"),
     "dealing_mesh": Replacement(
-        "accelerate.state:AcceleratorState.device_mesh", "1.15", "object", "",
-        "in Accelerate's state: loaders would deal a part of its own to each process"),
+        "accelerate.state:AcceleratorState.device_mesh", "", "in Accelerate's state: loaders would deal a part of its own to each process",
+        since="1.15", during="object"),
     "log": Replacement(
-        "logging:Logger._log", "3.10", "trace", "(self, level, msg, args)", "where layers are compared: model code that runs says nothing"),
+        "logging:Logger._log", "(self, level, msg, args)", "where layers are compared: model code that runs says nothing", since="3.10"),
     "warning_once": Replacement(
-        "logging:Logger.warning_once", "3.10", "trace", "(self, args, kwargs)", "likewise, and can say it later (transformers')", True),
+        "logging:Logger.warning_once", "(self, args, kwargs)", "likewise, and can say it later (transformers')", since="3.10",
+        optional=True),
     "info_once": Replacement(
-        "logging:Logger.info_once", "3.10", "trace", "(self, args, kwargs)", "likewise", True),
+        "logging:Logger.info_once", "(self, args, kwargs)", "likewise", since="3.10", optional=True),
     "optimizer_math": Replacement(
-        "*:*", "3.10", "trace", "", "`math`, and functions of it, in modules of optimizers' classes: they take no tensors"),
+        "*:*", "", "`math`, and functions of it, in modules of optimizers' classes: they take no tensors", since="3.10"),
 }  # fmt: skip
 """By name; names are in the calls that replace."""
 
