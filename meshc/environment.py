@@ -53,8 +53,7 @@ def variable(name: str) -> str:
 
 def dump_folder() -> Path | None:
     """Where the text after each pass is written. None: nowhere."""
-    name = os.environ.get(DUMP, "")
-    return Path(name) if name else None
+    return _path(DUMP)
 
 
 def disk_folder() -> Path:
@@ -64,8 +63,7 @@ def disk_folder() -> Path:
 
 def programs_folder() -> Path | None:
     """Where compiled programs are kept for a next start. None: nowhere."""
-    name = os.environ.get(PROGRAMS, "")
-    return Path(name) if name else None
+    return _path(PROGRAMS)
 
 
 def cache_folder() -> Path:
@@ -85,7 +83,7 @@ def watching() -> bool:
 
 def log_level() -> str:
     """`info`, `debug`, or nothing."""
-    level = os.environ.get(LOG, "").strip().lower()
+    level = _word(LOG)
     if level not in LEVELS:
         raise PlanError(f"{LOG}={level} is not known: use info or debug")
     return level
@@ -93,7 +91,7 @@ def log_level() -> str:
 
 def debugging() -> bool:
     """Whether the command line shows tracebacks."""
-    return os.environ.get(LOG, "").strip().lower() == "debug"
+    return _word(LOG) == "debug"
 
 
 def world_size() -> int:
@@ -150,8 +148,7 @@ def device_file() -> Path:
 
 def trace_file() -> Path | None:
     """Where a trace of each call is written; `{call}` in it stands for the call's number. None: nothing is recorded."""
-    name = os.environ.get(TRACE, "")
-    return Path(name) if name else None
+    return _path(TRACE)
 
 
 def next_trace(file: Path) -> int:
@@ -160,8 +157,17 @@ def next_trace(file: Path) -> int:
     return _traced[file] - 1
 
 
+def _path(name: str) -> Path | None:
+    value = os.environ.get(name, "")
+    return Path(value) if value else None
+
+
+def _word(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
+
+
 def _is_on(name: str) -> bool:
-    value = os.environ.get(name, "").strip().lower()
+    value = _word(name)
     if value not in ("", "0", "1"):
         raise PlanError(f"{name}={value} is not known: use 1, or leave it out")
     return value == "1"

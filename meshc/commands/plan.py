@@ -102,8 +102,9 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
         start, beaten = time.process_time(), None if options.mesh is not None or known == inf else known
         found = planner.on(mesh, read_plan(options.plan), device=device, options=asked, beaten_s=beaten)
         ideal = None if found.program is None else ideal_seconds(found.program, device)
-        rows = rank_plans(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
-        others = estimated_plans(str(Mesh.from_axes(mesh.axes)), found.weighed, budget)
+        name = str(Mesh.from_axes(mesh.axes))
+        rows = rank_plans(name, found.weighed, ideal) if found.refused is None else []
+        others = estimated_plans(name, found.weighed, budget)
         looked.append(MeshCandidate(found, [row for row in rows if row["holds_bytes"] <= budget], others))
         known = min([known, *(row["step_s"] for row in looked[-1].rows)])
         print(harmless(_progress(looked[-1], time.process_time() - start)), file=sys.stderr, flush=True)

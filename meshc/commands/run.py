@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from meshc import rules
 from meshc.program.program import BACKENDS
@@ -27,6 +28,5 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    names = ("outputs", "state", "save_state", "backend", "seed", "numbers", "rebalance_every", "allow_edited")
-    asked = {name: getattr(options, name) for name in names}
-    run_saved(RunRequest(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))
+    asked = {one.name: getattr(options, one.name) for one in fields(RunRequest) if one.name != "rules"}
+    run_saved(RunRequest(rules=rules, **asked))

@@ -11,6 +11,7 @@ from meshc.cost import call_timeline
 from meshc.errors import PlanError
 from meshc.ir import bounds
 from meshc.pipelining import draw, perfetto_trace
+from meshc.pipelining.timing import Timeline
 from meshc.report import summary, tables
 from meshc.report.figures import figures
 from meshc.text import printer
@@ -35,9 +36,7 @@ def run(options: argparse.Namespace) -> None:
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:
-        line = call_timeline.predict_timeline(program)
-        draw.write(line, options.timeline)
-        print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+        _draw(call_timeline.predict_timeline(program), options.timeline)
     elif options.json:
         print(json.dumps(figures(program, options.device), indent=1))
     elif options.summary:
@@ -53,5 +52,9 @@ def _show_trace(options: argparse.Namespace) -> None:
     line = perfetto_trace.trace_to_timeline(bounds.read_text(options.path), options.path)
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
-    draw.write(line, options.timeline)
-    print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    _draw(line, options.timeline)
+
+
+def _draw(line: Timeline, file: str) -> None:
+    draw.write(line, file)
+    print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {file}")

@@ -252,9 +252,10 @@ def _runs(shape: Sequence[int], ranges: Sequence[tuple[int, int]], element_bytes
     if not shape:
         yield 0, element_bytes
         return
-    (first, last), inner = ranges[0], element_bytes * torch.Size(shape[1:]).numel()
-    starts = sum(start * element_bytes * torch.Size(shape[dim + 1 :]).numel() for dim, (start, _) in enumerate(ranges) if dim)
-    ends = sum((stop - 1) * element_bytes * torch.Size(shape[dim + 1 :]).numel() for dim, (_, stop) in enumerate(ranges) if dim)
+    inner, *strides = (element_bytes * torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
+    (first, last), *others = ranges
+    starts = sum(start * stride for (start, _), stride in zip(others, strides, strict=True))
+    ends = sum((stop - 1) * stride for (_, stop), stride in zip(others, strides, strict=True))
     if inner - (ends + element_bytes - starts) < block:
         yield first * inner + starts, (last - 1) * inner + ends + element_bytes
         return

@@ -51,6 +51,7 @@ class Figures(TypedDict):
 
 def figures(program: PlainProgram, device: str | None = None) -> Figures:
     """The figures of a program; times are those of a device by name, or of the mesh's."""
+    takes = program_seconds(program, device)
     return Figures(
         mode=MODES.get(program.mode, program.mode),
         mesh=str(program.mesh),
@@ -59,9 +60,12 @@ def figures(program: PlainProgram, device: str | None = None) -> Figures:
         device=devices_of(program.mesh, device).slowest().name,
         plan=str(program.plan).splitlines(),
         storage=_storage(program),
-        collectives=_collectives(program),
+        collectives=[
+            CollectiveFigures(phase=one.phase, collective=one.kind, axes=list(one.axes), count=one.times, bytes_per_rank=one.bytes)
+            for one in traffic(collectives(program))
+        ],
         memory_bytes=_memory(program),
-        seconds=_seconds(program, device),
+        seconds={**times(program, takes), "hidden behind computing": takes.hidden_s, "together": takes.total},
         notes=list(program.notes),
     )
 
@@ -78,18 +82,6 @@ def _storage(program: PlainProgram) -> dict[str, dict[str, str]]:
     return found
 
 
-def _collectives(program: PlainProgram) -> list[CollectiveFigures]:
-    return [
-        CollectiveFigures(phase=one.phase, collective=one.kind, axes=list(one.axes), count=one.times, bytes_per_rank=one.bytes)
-        for one in traffic(collectives(program))
-    ]
-
-
 def _memory(program: PlainProgram) -> dict[str, int]:
     most = peak_memory.peak_rank(program)
     return {**bytes_by_kind(most), "together": most.total, **{text: size for text, size in most.beside.items() if size}}
-
-
-def _seconds(program: PlainProgram, device: str | None) -> dict[str, float]:
-    takes = program_seconds(program, device)
-    return {**times(program, takes), "hidden behind computing": takes.hidden_s, "together": takes.total}

@@ -121,14 +121,14 @@ def _collectives(one: Sequence[CollectiveFigures], other: Sequence[CollectiveFig
     mine, theirs = ({(row["phase"], row["collective"], *row["axes"]): row for row in rows} for rows in (one, other))
     found = []
     for key, row in sorted({**mine, **theirs}.items(), key=lambda item: PHASES.index(item[1]["phase"])):
-        before, after = mine.get(key), theirs.get(key)
+        none: CollectiveFigures = {**row, "count": 0, "bytes_per_rank": 0}
+        before, after = mine.get(key, none), theirs.get(key, none)
         if before != after:
             found.append(
                 MovedChange(
                     phase=row["phase"], collective=row["collective"], axes=row["axes"],
-                    one_count=before["count"] if before else 0, other_count=after["count"] if after else 0,
-                    one_bytes_per_rank=before["bytes_per_rank"] if before else 0,
-                    other_bytes_per_rank=after["bytes_per_rank"] if after else 0,
+                    one_count=before["count"], other_count=after["count"],
+                    one_bytes_per_rank=before["bytes_per_rank"], other_bytes_per_rank=after["bytes_per_rank"],
                 )
             )  # fmt: skip
     return found

@@ -19,6 +19,7 @@ from meshc.cost.devices import devices_of
 from meshc.ir import Record, record, set_record, value_of
 from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
+from meshc.ir.layouts import axis_sizes
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition.partition import Partitioner
@@ -112,10 +113,11 @@ def build(sample: Sample) -> OneOp:
     made = sample.op(*sample.args, **sample.kwargs)
     node = graph.call_function(sample.op, args, kwargs)
     results: list[Node | None] = [node]
-    expected = list(made) if isinstance(made, list | tuple) else [made]
+    several = isinstance(made, list | tuple)
+    expected = list(made) if several else [made]
     found = [Record(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else Record() for t in expected]
-    set_record(node, tuple(found) if isinstance(made, list | tuple) else found[0])
-    if isinstance(made, list | tuple):
+    set_record(node, tuple(found) if several else found[0])
+    if several:
         results = []
         for index, item in enumerate(found):
             results.append(graph.call_function(operator.getitem, (node, index)) if item.dtype is not None else None)
@@ -161,7 +163,7 @@ def run_on_ranks(
 ) -> list[Tensor | None]:  # fmt: skip
     """The results put together from all ranks. `partial`: operands that are so over the axis p; `zero`: padding known to be zero; `turns`:
     in which its steps are taken."""
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    sizes = axis_sizes(mesh)
     instance, node, chosen = one.instance, one.node, one.with_tied(chosen)
     assignment = Assignment(one.factors, one.names, sizes, turns={} if turns is None else {node: turns})
     waits = () if partial is None else (("p", partial.reduction),)
@@ -205,7 +207,7 @@ def check_record(node: Node, values: list[Any], mesh: Mesh) -> None:
     found = node.meta.get("meshc")
     if not isinstance(found, Record) or found.dtype is None:
         return
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    sizes = axis_sizes(mesh)
     for rank, value in enumerate(values):
         assert tuple(value.shape) == found.shape, f"{node.name} is {tuple(value.shape)}, its record says {found.shape}"
         assert value.dtype == found.dtype, f"{node.name} is {value.dtype}, its record says {found.dtype}"
@@ -254,7 +256,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
 
 def _turns(one: OneOp, mesh: Mesh, chosen: Chosen) -> list[Turns]:
     """In how many parts its steps may be taken in turn, if they are split."""
-    pricing = TurnPricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, devices_of(mesh).slowest())
+    pricing = TurnPricing(one.factors, mesh, axis_sizes(mesh), devices_of(mesh).slowest())
     return [way for way in pricing.ways(one.instance, chosen) if way is not None]
 
 

@@ -57,7 +57,8 @@ class Disagreement(Exception):
     """Ranks differ in `field`. `mine` and `theirs` are what this rank and rank `other` described; `alone`: rank `other` has moved on."""
 
     def __init__(self, field: str, mine: str, other: int, theirs: str, advice: str = "", alone: bool = False) -> None:
-        super().__init__((_difference(field, mine, other, theirs) if not alone else _left_alone(field, mine, other)) + advice)
+        gone_on = f"ranks differ in {field}: this rank has {mine}, and rank {other} has gone on with what it had before"
+        super().__init__((gone_on if alone else _difference(field, mine, other, theirs)) + advice)
         self.field, self.mine, self.other, self.theirs, self.alone = field, mine, other, theirs, alone
 
 
@@ -77,10 +78,6 @@ def _only_in_first(items: list[str], others: list[str]) -> str:
     return "; ".join(shown) + (f" and {len(found) - 3} more" if found[3:] else "")
 
 
-def _left_alone(field: str, mine: str, other: int) -> str:
-    return f"ranks differ in {field}: this rank has {mine}, and rank {other} has gone on with what it had before"
-
-
 class _Ahead(Exception):
     """Rank `rank` runs a call that this rank has not begun."""
 
@@ -97,7 +94,7 @@ def agree(
     *,
     ahead: str = "",
     behind: Callable[[], Mapping[str, str]] = dict,
-    error: Callable[[Disagreement], MeshcError] | None = None,
+    error: Callable[[Disagreement], MeshcError] = lambda difference: StateError(str(difference)),
 ) -> None:
     """Returns when every rank has the same description. All ranks call it in the same order; `doing` names the action for messages.
 
@@ -109,24 +106,11 @@ def agree(
     Raises that error on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another rank
     runs the call that this one still prepares, the error is raised at once; if one refuses, PeerError.
     """
-    try:
-        _agree(board, doing, mine, advice, ahead or next(iter(mine)), behind)
-    except Disagreement as difference:
-        raise (StateError(str(difference)) if error is None else error(difference)) from None
-
-
-def _agree(
-    board: FailureBoard,
-    doing: str,
-    mine: Mapping[str, str],
-    advice: Callable[[str], str] | None,
-    ahead: str,
-    behind: Callable[[], Mapping[str, str]],
-) -> None:
+    ahead = ahead or next(iter(mine))
     try:
         described = _exchange(board, {_DOING: doing, **{field: _short(text) for field, text in mine.items()}})
     except _Ahead as found:
-        raise Disagreement(ahead, mine[ahead], found.rank, "", _todo(advice, ahead), alone=True) from None
+        raise error(Disagreement(ahead, mine[ahead], found.rank, "", _todo(advice, ahead), alone=True)) from None
     for rank, one in enumerate(described):
         if one[_DOING] == _REFUSE:
             raise PeerError(f"rank {rank} failed: {one['kind']}: {one['text']}")
@@ -145,7 +129,7 @@ def _agree(
             here, (there, more) = mine[field], _in_full(board, field, {field: mine[field], **behind()}, other)
             more += _todo(advice, field)
         if unusual:
-            raise Disagreement(field, here, other, there, more)
+            raise error(Disagreement(field, here, other, there, more))
         raise PeerError(f"rank {other} failed to {doing}: {_difference(field, here, other, there)}{more}")
 
 

@@ -90,11 +90,9 @@ class AwaitedRanks:
     noted: tuple[str, int] | None = None
 
     def late(self, beat_of: Callable[[int], Beat | None]) -> list[int]:
+        stream, count = self.noted or ("", 1)  # a stream that no beat has
         beats = {rank: beat_of(rank) for rank in sorted(self.ranks)}
-        return [rank for rank, beat in beats.items() if self.noted is None or beat is None or not self._has_come(beat, *self.noted)]
-
-    def _has_come(self, beat: Beat, stream: str, count: int) -> bool:
-        return beat["numbers"].get(stream, (0, 0))[0] >= count
+        return [rank for rank, beat in beats.items() if beat is None or beat["numbers"].get(stream, (0, 0))[0] < count]
 
 
 @dataclass

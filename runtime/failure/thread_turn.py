@@ -18,7 +18,7 @@ from meshc.errors import StateError
 
 
 class ThreadTurn:
-    """A reentrant lock that raises StateError instead of waiting: `with turn.taken(what)`, or `take` and `give`. `refused` is called with
+    """A reentrant lock that raises StateError instead of waiting: `with turn.hold(what)`, or `take` and `give`. `refused` is called with
     the error before it is raised."""
 
     def __init__(self, refused: Callable[[StateError], None] | None = None) -> None:

@@ -9,7 +9,7 @@ its own. The optimizer's numbers (learning rates) are those at the time when the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -81,7 +81,8 @@ class LoadedProgram:
         if state is not None:
             what = f"the state in {begin.path} does"
             advice = "give the state of the same model and optimizer, kept in as many bits (`meshc compile --optimizer-state`), or none"
-        _refuse(faults, f"{what} not fit the program", advice)
+        if faults:
+            raise StateError(f"{what} not fit the program:\n    {lines_of(faults, 8)}\n  what to do: {advice}")
         found = {port.key: self._at_home(port, self._tile(begin, name, port)) for port, name in names.items()}
         return found | {port.key: self._at_home(port, self._fresh(begin, port)) for port in self._mine("state") if port.key not in found}
 
@@ -192,8 +193,3 @@ def _without_backward(program: PlainProgram) -> PlainProgram:
         return stage in program.stages and any(is_a(key, "tangent") for key in program.stages[stage].inputs)
 
     return replace(program, schedule=tuple(one for one in program.schedule if not takes_tangents(one.stage)))
-
-
-def _refuse(faults: Sequence[str], what: str, advice: str) -> None:
-    if faults:
-        raise StateError(f"{what}:\n    {lines_of(faults, 8)}\n  what to do: {advice}")

@@ -52,14 +52,14 @@ class RunRequest:
     """
 
     path: str
-    inputs: tuple[str, ...]
+    inputs: Sequence[str]
     outputs: str
     state: str | None = None
     save_state: str | None = None
     backend: str | None = None
     seed: int | None = None
     allow_edited: bool = False
-    allow: tuple[str, ...] = ()
+    allow: Sequence[str] = ()
     numbers: str | None = None
     rebalance_every: int | None = None
     rules: RulesProtocol | None = None
