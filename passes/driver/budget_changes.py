@@ -25,7 +25,7 @@ from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.chunk_counts import SOME
-from meshc.passes.driver.measured_program import Lower, measure, stages_that_need_least
+from meshc.passes.driver.measured_program import MARGIN, Lower, measure, stages_that_need_least
 from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
@@ -42,8 +42,6 @@ WIDEST: Final = "layer"
 LEAST: Final = "1f1b"
 """The schedule of a pipeline with the fewest microbatches in flight, for whole backwards."""
 HEAD: Final = "HEAD"
-NEAR: Final = 1.15
-"""How many times the budget a change may hold with the closest program's recompute, to be compiled as the user would compile it."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class ChangeTrials:
             held = peak_memory.peak_rank(self.left.as_program()).total
             saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
             looked += self._try_together([change for change, _ in saving], closest)
-        near = [each for each in looked if each[1].holds <= NEAR * self.budget]
+        near = [each for each in looked if each[1].holds <= (1 + MARGIN) * self.budget]
         if self.asked.request.options.remat is None or self.left.pipeline is not None:  # the closest program has another request
             cheapest = [change for change, _ in sorted(near, key=lambda each: each[1].more_s)]
             near = self._try_all(cheapest, self.asked, self.within, one=self.left.pipeline is not None)  # stages are searched for each

@@ -7,8 +7,8 @@
 The planner's model leaves out what later passes do. So the cheapest few of its choices go through all passes, and the fastest by the clock
 is taken of those with a program that keeps the memory budget by its own liveness. Where programs hold more than the model predicts, the
 search is repeated with a budget that is smaller by the difference. There are three objectives: communication that can be overlapped with
-computing counts in full, for a half, or for a tenth. Recipes that an expert would try are candidates too, priced by the model
-(`priced_recipes.py`). Candidates that are estimated to be slower than a compiled one are dropped; the estimate is a clock on the model's
+computing counts in full, for a half, or for a tenth. Recipes that an expert would try are candidates too, priced by the model.
+Candidates that are estimated to be slower than a compiled one are dropped; the estimate is a clock on the model's
 numbers (`planner/overlap_clock.py`). The found plan is written as text (`planner/write_plan.py`).
 
 Where the best choice exceeds the user's budget, backward may recompute values (`memory/recompute_within_budget.py`), as for a plan that
@@ -22,10 +22,12 @@ Where a plan on another mesh is known, and even the bound with most overlap is a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import Final
 
 from meshc.cost.devices import devices_of
@@ -34,16 +36,17 @@ from meshc.passes import pipeline
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.judge import TOO_LARGE, Judge
-from meshc.passes.driver.measured_program import Lower
+from meshc.passes.driver.measured_program import MARGIN, TRIES, Lower
 from meshc.passes.driver.pipeline_search import SLOWER, may_recompute
-from meshc.passes.driver.priced_recipes import PricedRecipe, price_recipes, propagate_recipes, recipes_for, with_plan
 from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_MODEL, NoFasterPlan
 from meshc.passes.pass_runner import run_pass, run_passes
+from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.planner.build_space import searched_axes
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.merge_layers import Line, merge_layers
 from meshc.passes.planner.overlap import HIDDEN
@@ -52,26 +55,19 @@ from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.search_space import Option
 from meshc.passes.planner.write_plan import difference, write_plan
+from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.pipeline_memory import may_hold
+from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan, open_axes
 from meshc.plan.plan_candidate import PlanCandidate
+from meshc.plan.recipes import by_role
 
-BEST: Final = 3
-"""Choices of one search that go through all passes."""
-ROUNDS: Final = 3
-"""Searches of one objective, each for a smaller budget, until a program keeps the true one."""
-RECIPES: Final = 3
-"""Recipes that go through all passes, unless they are estimated to be slower than the best program so far by more than MARGIN."""
-MARGIN: Final = 0.1
-"""Relative to the seconds of the best program."""
 ALL: Final = 1.0
 PARTS: Final = (ALL, 0.5, HIDDEN)
 """Weights of communication that can be overlapped, one search for each."""
 FOUND: Final = "found"
 HIDES: Final = "found, hiding more"
 AGAIN: Final = "found, recomputing values"
-AGAIN_ROUNDS: Final = 2
-"""Searches with recompute; each of their programs is lowered several times."""
 ENOUGH: Final = "as many choices as may be have been through all passes"
 SAME: Final = "does what was found does"
 
@@ -98,11 +94,10 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, lower_once: Low
         finding.find_with_recompute()
         finding.try_recipes()
         finding.try_smallest()
-    taken = judge.best
-    if taken is None:
+    if judge.best is None or judge.taken is None:
         raise judge.refusal(axes, finding.least(), lower_once)
-    taken.program.heard.replay(hook)
-    left = restore_request(taken.program.left, placed, axes).with_notes(finding.note(taken.weighed))
+    judge.best.heard.replay(hook)
+    left = restore_request(judge.best.left, placed, axes).with_notes(finding.note(judge.taken))
     left = replace(left, weighed=tuple(judge.table()))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + finding.solved_s
     seconds = {"solve": finding.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
@@ -137,17 +132,22 @@ class _CandidateSearch:
     picks: dict[tuple[bool, tuple[Option, ...]], bool] = field(default_factory=dict)
     within: float | None = None
     certificate: Certificate | None = None
-    tried: list[PricedRecipe] = field(default_factory=list)
+    tried: list[_PricedRecipe] = field(default_factory=list)
     solved_s: float = 0.0
 
     def __post_init__(self) -> None:
+        with self._solving():
+            plans = recipe_plans(self.placed, self.axes)
+            decided = propagate_recipes(self.placed, self.axes, plans)
+            self.search = self.search.with_plans(tuple(decided.values()))
+            self._near: PlanSearch | None = None
+            self._again = self.search.with_recompute() if may_recompute(self.placed.request) and not self.judge.apart else None
+            self.recipes = price_recipes(self._again or self.search, self.axes, plans, decided)
+
+    @contextmanager
+    def _solving(self) -> Iterator[None]:
         start = time.process_time()
-        recipes = list(recipes_for(self.placed, self.axes))
-        decided = propagate_recipes(self.placed, self.axes, recipes)
-        self.search = self.search.with_plans(tuple(decided.values()))
-        self._near: PlanSearch | None = None
-        self._again = self.search.with_recompute() if may_recompute(self.placed.request) and not self.judge.apart else None
-        self.recipes = price_recipes(self._again or self.search, recipes, decided)
+        yield
         self.solved_s += time.process_time() - start
 
     # -------------------------------------------------------------------------------------------------------------------------- found
@@ -157,9 +157,9 @@ class _CandidateSearch:
         asked: dict[float, list[FoundChoice]] = {}
         for counts in PARTS:
             asked[counts] = self._find_choices(counts, False, self._model_budget())
-            if not asked[counts] or self.judge.is_far_from_known(_estimated_seconds(asked[counts][0])):
+            if not asked[counts] or self.judge.is_far_from_known(asked[counts][0].estimated_s):
                 break  # a model that finds nothing within the budget finds nothing for any objective
-        for counts in sorted(asked, key=lambda counts: _estimated_seconds(asked[counts][0]) if asked[counts] else 0.0):
+        for counts in sorted(asked, key=lambda counts: asked[counts][0].estimated_s if asked[counts] else 0.0):
             self._try(counts, asked[counts])
         if not asked[ALL] and self.judge.best is not None:  # programs hold less than the model predicts
             for counts in PARTS[1:]:
@@ -175,9 +175,7 @@ class _CandidateSearch:
         """The search of one objective. `near`: layers next to those left out of the capture are constrained to decide as these do; without
         that the first or the last may be sharded otherwise than the layers that are copied."""
         if near and self._near is None:
-            start = time.process_time()
             self._near = self.search.with_equal_layers()
-            self.solved_s += time.process_time() - start
         plain = self._near if near and self._near is not None else self.search
         return plain if counts == ALL else plain.with_overlap(counts)
 
@@ -191,7 +189,7 @@ class _CandidateSearch:
         if within is not None and some and all(found.certificate.held > within for found in some):
             some = self._find_choices(counts, near, within)
         too_little = -inf if within is None or some else within
-        for _ in range(ROUNDS + judge.apart):
+        for _ in range(TRIES + judge.apart):  # each for a smaller budget, until a program keeps the true one
             tried: list[tuple[float, float]] = []
             if not some and self._again is not None:
                 return  # choices over the budget are tried by `find_with_recompute`
@@ -199,7 +197,7 @@ class _CandidateSearch:
                 within = None  # the model may count more bytes than the program holds: the best choice without a budget shows how many
                 some = self._find_choices(counts, near, within)
                 continue
-            for found in some[:BEST]:
+            for found in some[:TRIES]:
                 holds = self._weigh_choice(name, found, near)
                 if holds is None or judge.budget is None or holds <= judge.budget:
                     return
@@ -229,18 +227,17 @@ class _CandidateSearch:
             judge.drop(weighed, ENOUGH)
             return None
         placed = with_plan_text(self.placed, self.axes, found.choices)
-        holds = judge.weigh(_candidate(name, placed, found), placed, near)
+        holds = judge.weigh(replace(weighed, plan=str(placed.plan)), placed, near)
         self.picks[near, found.options] = holds is not None
         return holds
 
     def _find_choices(self, counts: float, near: bool, within: float | None) -> list[FoundChoice]:
         """Choices of one objective that hold at most `within` bytes by the model, the fastest estimate first."""
-        start = time.process_time()
-        some = self._objective(counts, near).find_choices(within)
-        self.solved_s += time.process_time() - start
+        with self._solving():
+            some = self._objective(counts, near).find_choices(within)
         if some and counts == ALL:
             self.certificate = some[0].certificate
-        return sorted(some, key=_estimated_seconds)
+        return sorted(some, key=attrgetter("estimated_s"))
 
     def find_with_recompute(self) -> None:
         """If the best choices without a budget exceed it: compiles the best choices that keep it because backward recomputes values."""
@@ -248,11 +245,10 @@ class _CandidateSearch:
         if search is None or budget is None or any(one.certificate.held <= budget for one in self.search.find_choices()):
             return
         within = float(budget)
-        for _ in range(AGAIN_ROUNDS):
-            start = time.process_time()
-            some = sorted(search.find_choices(within), key=_estimated_seconds)
-            self.solved_s += time.process_time() - start
-            new = [found for found in some[:BEST] if (False, found.options) not in self.picks]
+        for _ in range(TRIES):
+            with self._solving():
+                some = sorted(search.find_choices(within), key=attrgetter("estimated_s"))
+            new = [found for found in some[:TRIES] if (False, found.options) not in self.picks]
             holds = [self._weigh_choice(AGAIN, found, near=True) for found in new]
             most = min((one for one in holds if one is not None), default=None)
             if most is None or most <= budget:
@@ -273,17 +269,18 @@ class _CandidateSearch:
             ratio = min(ratio, 1.0)
         judged = self._judged_options
         for recipe in self.recipes:
+            weighed = recipe.weighed
+            large = judge.is_too_large(weighed)
             if recipe.options in judged:
-                judge.drop(replace(recipe.as_candidate, estimated=None), SAME)
-                continue
-            slow, large = judge.is_too_slow(recipe.as_candidate, ratio, MARGIN), judge.is_too_large(recipe.as_candidate)
-            if not large and judge.is_beaten(recipe.as_candidate):
-                continue
-            if len(self.tried) < RECIPES and not slow and not large:
-                self.tried.append(recipe)
-                judge.weigh(recipe.as_candidate, with_plan(self.placed, recipe.plan))
-            else:
-                judge.drop(recipe.as_candidate, f"{TOO_LARGE}, by the model" if large else SLOWER)
+                judge.drop(replace(weighed, estimated=None), SAME)
+            elif large:
+                judge.drop(weighed, f"{TOO_LARGE}, by the model")
+            elif not judge.is_beaten(weighed):
+                if len(self.tried) < TRIES and not judge.is_too_slow(weighed, ratio, MARGIN):
+                    self.tried.append(recipe)
+                    judge.weigh(weighed, with_plan(self.placed, recipe.plan))
+                else:
+                    judge.drop(weighed, SLOWER)
 
     def try_smallest(self) -> None:
         """If nothing fits, compiles the recipe that holds least by the model; if that is too large as well, choices that may hold less than
@@ -291,10 +288,10 @@ class _CandidateSearch:
         judge = self.judge
         if judge.best is not None or judge.slower:
             return
-        least = min(self.recipes, key=lambda one: inf if one.holds is None else one.holds, default=None)
+        least = min(self.recipes, key=lambda one: inf if one.weighed.holds is None else one.weighed.holds, default=None)
         if least is not None and least not in self.tried and least.options not in self._judged_options:
-            judge.dropped = [one for one in judge.dropped if one.name != least.name]
-            judge.weigh(least.as_candidate, with_plan(self.placed, least.plan))
+            judge.dropped = [one for one in judge.dropped if one.name != least.weighed.name]
+            judge.weigh(least.weighed, with_plan(self.placed, least.plan))
         for found in (*self._smallest(), *self._find_choices(ALL, False, None)) if judge.best is None else ():
             known = min((most.total for _, most in judge.lowered), default=inf)
             if found.options in self._judged_options or found.certificate.held > known:
@@ -323,13 +320,63 @@ class _CandidateSearch:
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
 
 
-def _estimated_seconds(found: FoundChoice) -> float:
-    return overlapped_seconds(found.model, found.pick)
-
-
 def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> PlanCandidate:
     seconds = float(found.model.seconds(found.pick))
-    return PlanCandidate(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))
+    return PlanCandidate(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=found.estimated_s)
+
+
+# Recipes for the open axes, propagated and priced by the planner's model. They have a price only if every axis is open: entries given for
+# other axes would decide differently with each recipe.
+
+
+@dataclass(frozen=True)
+class _PricedRecipe:
+    """`weighed`: with what the model says, if it has a price; `options`: likewise, by decision."""
+
+    weighed: PlanCandidate
+    plan: Plan
+    options: tuple[Option, ...] = ()
+
+
+def with_plan(placed: PlacedModel, plan: Plan) -> PlacedModel:
+    return placed.with_request(replace(placed.request, plan=plan))
+
+
+def recipe_plans(placed: PlacedModel, axes: Sequence[str]) -> dict[str, Plan]:
+    """By name, the combinations of recipes that the open axes may take, with the entries of the other axes."""
+    given = {entry.axis: entry for entry in placed.plan.axes}
+    found = combinations(axes, step=bool(placed.joint.updates), local=placed.request.inputs == "local")
+    return {name: placed.plan.having({**given, **{entry.axis: entry for entry in entries}}.values()) for name, entries in found}
+
+
+def propagate_recipes(placed: PlacedModel, axes: Sequence[str], plans: Mapping[str, Plan]) -> dict[str, Assignment]:
+    """The assignment of each recipe that is possible and has a price, by name."""
+    if set(axes) != set(searched_axes(placed)):
+        return {}
+    found = {name: attempt(partial(run_passes, pipeline.PLACE[:2], with_plan(placed, plan))) for name, plan in plans.items()}
+    return {name: one.require_assignment() for name, one in found.items() if not isinstance(one, Refusal)}
+
+
+def price_recipes(
+    search: PlanSearch, axes: Sequence[str], plans: Mapping[str, Plan], decided: Mapping[str, Assignment]
+) -> list[_PricedRecipe]:
+    """Recipes with their prices, the fastest with overlap first, of equal ones each axis's default, and those without a price last.
+    `search` must know the assignments."""
+
+    def order(one: _PricedRecipe) -> tuple[float, bool]:
+        estimated, entries = one.weighed.estimated, (entry for entry in one.plan.axes if entry.axis in axes)
+        return inf if estimated is None else estimated, not all(entry == by_role(entry.axis) for entry in entries)
+
+    found = []
+    for name, plan in plans.items():
+        if name in decided:
+            pick = search.pick_of(decided[name])
+            seconds, estimated = float(search.model.seconds(pick)), overlapped_seconds(search.model, pick)
+            weighed = PlanCandidate(name, str(plan), seconds, holds=search.held_bytes(pick), estimated=estimated)
+            found.append(_PricedRecipe(weighed, plan, search.options_of(decided[name])))
+        else:
+            found.append(_PricedRecipe(PlanCandidate(name, str(plan)), plan))
+    return sorted(found, key=order)
 
 
 # Plan text of a search's choices, from which the same program is compiled.

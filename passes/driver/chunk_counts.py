@@ -11,18 +11,17 @@ Smaller logits leave room for values that would be recomputed, and chunks take t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from meshc.cost import peak_memory
-from meshc.cost.devices import devices_of
-from meshc.cost.stage_clock import node_seconds
-from meshc.ir import calls, local_bytes, record, records
+from meshc.ir import local_bytes, record
+from meshc.passes.driver.measured_program import MeasuredProgram
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.head_operators import MOST, default_chunked_head
+from meshc.passes.stages.attempt import Refusal
+from meshc.passes.stages.pipeline_memory import DoesNotFit
 
 FEW: Final = 2
 SOME: Final = 8
@@ -48,62 +47,37 @@ def logits_bytes(placed: PlacedModel) -> int:
     return wide * local_bytes(product) // (len(placed.mesh.ranks) * placed.request.count)
 
 
-def next_count(count: int) -> int | None:
-    """The number of chunks to try after `count` chunks (1: the whole) have exceeded the budget; None: no more."""
-    return {1: SOME, SOME: MANY}.get(count)
-
-
-@dataclass(frozen=True)
-class ChunkTrial:
-    """
-    count    number of chunks
-    spare    bytes left of the budget; negative if the budget is not kept
-    seconds  of a call;  recompute_s  of the recompute in it
-    pressed  whether a pipeline candidate was dropped for its bytes
-    """
-
-    count: int
-    spare: int
-    seconds: float
-    recompute_s: float
-    pressed: bool = False
-
-
-def may_fit(whole: ChunkTrial | None, last: ChunkTrial, size: int) -> bool:
-    """Whether more chunks than `last` has, which exceeds the budget, may keep it: logits get smaller in proportion, and nothing else
-    changes. `size`: bytes of a rank's logits, all at once."""
-    saves = MOST_TIMES * size // last.count
-    if whole is not None and whole.count < last.count:  # the bytes saved so far show the number of copies of the logits
-        saves = min(saves, max(0, last.spare - whole.spare) * whole.count // (last.count - whole.count))
-    return last.spare + saves >= 0
-
-
-def next_count_for_time(whole: ChunkTrial | None, last: ChunkTrial, size: int, budget: int) -> int | None:
-    """The number of chunks that may be faster than `last`, which keeps the budget; None: none. `size`: bytes of a rank's logits."""
-    if last.count == SOME and (_has_room(last, size) or (whole is not None and whole.spare >= 0 and _costs_much(whole, last))):
+def next_count(count: int, found: MeasuredProgram | Refusal, whole: MeasuredProgram | Refusal, size: int, budget: int) -> int | None:
+    """The number of chunks to try after `count` (1: the whole), with which something was `found`, to keep the budget or to be faster; None:
+    no more. `whole`: found with the head whole; `size`: bytes of a rank's logits, all at once."""
+    more = {1: SOME, SOME: MANY}.get(count)
+    if isinstance(found, Refusal):
+        return more if isinstance(found.error, DoesNotFit) else None
+    spare = budget - found.held_bytes
+    if spare < 0:
+        return more if may_fit(count, spare, None if isinstance(whole, Refusal) else budget - whole.held_bytes, size) else None
+    has_room = TIMES * (size // FEW - size // SOME) <= spare
+    if count == SOME and (has_room or (not isinstance(whole, Refusal) and whole.held_bytes <= budget and _costs_much(whole, found))):
         return FEW
-    pays = last.pressed or last.recompute_s >= LITTLE * last.seconds
-    return next_count(last.count) if pays and size >= last.count * LARGE * budget else None
+    pays = has_too_large_candidates(found.left) or found.recompute_s >= LITTLE * found.seconds
+    return more if pays and size >= count * LARGE * budget else None
 
 
-def _has_room(last: ChunkTrial, size: int) -> bool:
-    """Whether the logits of fewer chunks fit."""
-    return TIMES * (size // FEW - size // SOME) <= last.spare
+def may_fit(count: int, spare: int, whole: int | None, size: int) -> bool:
+    """Whether more than `count` chunks, which exceed the budget (`spare` is negative), may keep it: logits get smaller in proportion, and
+    nothing else changes. `whole`: spare bytes with the head whole, if there is such a program; `size`: bytes of a rank's logits."""
+    saves = MOST_TIMES * size // count
+    if whole is not None and count > 1:  # the bytes saved so far show the number of copies of the logits
+        saves = min(saves, max(0, spare - whole) // (count - 1))
+    return spare + saves >= 0
 
 
-def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
+def _costs_much(whole: MeasuredProgram, last: MeasuredProgram) -> bool:
     """Whether fewer chunks would save more seconds than the recompute for their larger logits takes: about half their share of the bytes,
     since the cheapest values are recomputed first."""
     chunks_s = last.seconds - last.recompute_s - (whole.seconds - whole.recompute_s)
     saved_s = chunks_s * (SOME - FEW) / (SOME - 1)
     return saved_s > 0.5 * (whole.recompute_s - last.recompute_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
-
-
-def recompute_s(left: LoweredProgram) -> float:
-    """Seconds of recompute in a call, one operator after another; of a pipeline, for the stage with the most."""
-    device, runs = devices_of(left.mesh).slowest(), peak_memory.runs(left.as_program())
-    again = {name: [node for node in calls(stage.graph) if records(node)[0].again] for name, stage in left.stages.items()}
-    return max(runs[name] * sum(node_seconds(node, left.mesh, device) for node in nodes) for name, nodes in again.items())
 
 
 def has_too_large_candidates(left: LoweredProgram) -> bool:

@@ -21,7 +21,7 @@ from meshc.cost.candidate_price import price_candidate
 from meshc.cost.peak_memory import RankBytes
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver.measured_program import Lower, MeasuredProgram, measure
+from meshc.passes.driver.measured_program import MARGIN, Lower, MeasuredProgram, measure
 from meshc.passes.driver.pipeline_search import SLOWER
 from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_ESTIMATE, BY_STAGES, NoFasterPlan, lower_stages, no_plan_fits
 from meshc.passes.phases.compiler_pass import report_progress
@@ -31,24 +31,14 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit, least_need, may_hold
 from meshc.plan.plan_candidate import PlanCandidate
 
 TOO_LARGE: Final = "more than a rank may hold"
-FAR: Final = 0.15
-"""How far the estimate of the first answer must exceed a known plan's seconds for other objectives to be skipped."""
 UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(debugging=Debugging(depth="whole")) takes them one by one'
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its compiled program."""
-
-    weighed: PlanCandidate
-    program: MeasuredProgram
 
 
 @dataclass
 class Judge:
     """
     budget    bytes that a rank may hold; None: no limit
-    best      the fastest candidate by the clock that keeps the budget; no other program is kept but `closest`
+    best      the fastest program by the clock that keeps the budget, of the candidate `taken`; no other is kept but `closest`
     lowered   candidates with a program, and the bytes of its fullest rank;  dropped  candidates without one
     refused   errors of impossible candidates
     unequal   the error of a candidate that would fit, with layers that differ from the captured ones
@@ -61,7 +51,8 @@ class Judge:
     placed: PlacedModel
     lower: Lower
     budget: int | None
-    best: Candidate | None = None
+    best: MeasuredProgram | None = None
+    taken: PlanCandidate | None = None
     lowered: list[tuple[PlanCandidate, RankBytes]] = field(default_factory=list)
     dropped: list[PlanCandidate] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
@@ -80,15 +71,17 @@ class Judge:
 
     def is_beaten(self, weighed: PlanCandidate) -> bool:
         """Whether the known plan is faster than the candidate's estimate by more than MARGIN; then the candidate is recorded as slower."""
-        known_s = None if self.known_s is None else self.known_s * (1 + BEATEN_MARGIN)
-        if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
+        if weighed.estimated is None or weighed.estimated * self.ratio <= self._known_limit_s(BEATEN_MARGIN):
             return False
         self.slower.append(replace(weighed, dropped=SLOWER))
         return True
 
     def is_far_from_known(self, estimated: float) -> bool:
         """Whether the known plan is faster than `estimated` by more than objectives differ."""
-        return self.known_s is not None and estimated * self.ratio > self.known_s * (1 + FAR)
+        return estimated * self.ratio > self._known_limit_s(MARGIN)
+
+    def _known_limit_s(self, margin: float) -> float:
+        return inf if self.known_s is None else self.known_s * (1 + margin)
 
     def is_too_large(self, weighed: PlanCandidate) -> bool:
         """Whether the candidate exceeds the budget by the model, which counts only programs in one piece."""
@@ -97,9 +90,8 @@ class Judge:
     def is_too_slow(self, weighed: PlanCandidate, ratio: float, margin: float) -> bool:
         """Whether the candidate, at `ratio` seconds per estimated second, is slower than the best one by more than `margin`, or than the
         known plan by more than estimates are off."""
-        best_s = inf if self.best is None else self.best.program.seconds * (1 + margin)
-        known_s = inf if self.known_s is None else self.known_s * (1 + BEATEN_MARGIN)
-        return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, known_s)
+        best_s = inf if self.best is None else self.best.seconds * (1 + margin)
+        return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, self._known_limit_s(BEATEN_MARGIN))
 
     def last_ratio(self) -> float:
         """Seconds by the clock per estimated second of the latest program."""
@@ -116,7 +108,7 @@ class Judge:
         unless layers were constrained to decide alike (`near`)."""
         report_progress(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
         try:
-            found = self._candidate(weighed, placed)
+            program = measure(placed, self.lower)
         except Unequal as unequal:
             if not near:
                 raise
@@ -124,27 +116,21 @@ class Judge:
                 self.unequal = unequal
             self.drop(weighed, UNLIKE)
             return None
-        if isinstance(found, Refusal):
-            if isinstance(found.error, NoFasterPlan):
+        if isinstance(program, Refusal):
+            if isinstance(program.error, NoFasterPlan):
                 self.slower.append(replace(weighed, dropped=SLOWER))
-                self.ratio = found.error.least_s / weighed.estimated if weighed.estimated else self.ratio
+                self.ratio = program.error.least_s / weighed.estimated if weighed.estimated else self.ratio
                 return None
-            self.refused.append(found.error)
-            self.drop(weighed, str(found))
-            return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
-        program = found.program
+            self.refused.append(program.error)
+            self.drop(weighed, str(program))
+            return program.error.need.most.total if isinstance(program.error, DoesNotFit) else None
+        weighed = price_candidate(weighed, program.left.as_program(), program.took, program.most)
         if self.closest is None or program.held_bytes < self.closest.held_bytes:
             self.closest = program
-        self.lowered.append((found.weighed, program.most))
-        if self._keeps_budget(program.most) and (self.best is None or program.seconds < self.best.program.seconds):
-            self.best = found
+        self.lowered.append((weighed, program.most))
+        if self._keeps_budget(program.most) and (self.best is None or program.seconds < self.best.seconds):
+            self.best, self.taken = program, weighed
         return program.held_bytes
-
-    def _candidate(self, weighed: PlanCandidate, placed: PlacedModel) -> Candidate | Refusal:
-        found = measure(placed, self.lower)
-        if isinstance(found, Refusal):
-            return found
-        return Candidate(price_candidate(weighed, found.left.as_program(), found.took, found.most), found)
 
     def _keeps_budget(self, most: RankBytes) -> bool:
         budget = may_hold(self.placed.request, most.rank)
@@ -177,10 +163,9 @@ class Judge:
 
     def table(self) -> Iterator[PlanCandidate]:
         """The candidate that is taken, then those with a program, then those without."""
-        taken = None if self.best is None else self.best.weighed
-        if taken is not None:
-            yield taken
+        if self.taken is not None:
+            yield self.taken
         for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
-            if one is not taken:
+            if one is not self.taken:
                 yield replace(one, dropped=SLOWER if self._keeps_budget(most) else TOO_LARGE)
         yield from sorted((*self.dropped, *self.slower), key=lambda one: one.modelled or inf)

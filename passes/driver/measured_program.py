@@ -10,13 +10,16 @@ Which requests are compiled, and in which order, is the searches' own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+from meshc.cost import peak_memory
+from meshc.cost.devices import devices_of
 from meshc.cost.peak_memory import RankBytes, peak_rank
 from meshc.cost.program_clock import program_seconds
-from meshc.cost.stage_clock import Seconds
+from meshc.cost.stage_clock import Seconds, node_seconds
+from meshc.ir import calls, records
 from meshc.passes.driver.pass_history import PassHistory
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -26,6 +29,11 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit
 
 Lower: TypeAlias = Callable[[PlacedModel, Hook | None], LoweredProgram]
 """All passes after `factorize`."""
+MARGIN: Final = 0.15
+"""How much of an estimate may be wrong: of a candidate's seconds, which another objective or its program may take less of; of a change's
+bytes with the closest program's recompute, in place of those that it holds as the user would compile it."""
+TRIES: Final = 3
+"""Rounds of one question, each for fewer bytes, and answers to one that are compiled: choices, recipes, shapes of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class MeasuredProgram:
 
     left: LoweredProgram
     most: RankBytes
-    heard: PassHistory
+    heard: PassHistory = field(default_factory=PassHistory)
 
     @property
     def held_bytes(self) -> int:
@@ -48,6 +56,13 @@ class MeasuredProgram:
     @property
     def seconds(self) -> float:
         return self.took.total
+
+    @cached_property
+    def recompute_s(self) -> float:
+        """Seconds of recompute in a call, one operator after another; of a pipeline, for the stage with the most."""
+        left, device, runs = self.left, devices_of(self.left.mesh).slowest(), peak_memory.runs(self.left.as_program())
+        again = {name: [node for node in calls(stage.graph) if records(node)[0].again] for name, stage in left.stages.items()}
+        return max(runs[name] * sum(node_seconds(node, left.mesh, device) for node in nodes) for name, nodes in again.items())
 
     def with_notes(self, *notes: str) -> MeasuredProgram:
         return replace(self, left=self.left.with_notes(*notes))
@@ -64,4 +79,4 @@ def stages_that_need_least(refusal: Refusal) -> MeasuredProgram | None:
     """Of a pipeline without a candidate that fits, the stages that need least, as they were cut."""
     if not isinstance(refusal.error, DoesNotFit) or (cut := refusal.error.need.cut) is None:
         return None
-    return MeasuredProgram(cut, refusal.error.need.most, PassHistory())
+    return MeasuredProgram(cut, refusal.error.need.most)

@@ -12,8 +12,8 @@ less and take longer; then all of these with parameters gathered more often. The
 these is taken. A candidate that is impossible, or does not fit, is an entry of the table with the reason.
 
 One number of microbatches is lowered, and the others are estimated from it: their microbatches differ only in rows. The number with the
-least estimate is lowered next, until all others are estimated to be slower than the best program that fits by MARGIN. Numbers that are not
-lowered, and schedules that are not cut, are entries of the table with their estimates.
+least estimate is lowered next, until all others are estimated to be slower than the best program that fits by BEATEN_MARGIN. Numbers that
+are not lowered, and schedules that are not cut, are entries of the table with their estimates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes import pipeline
 from meshc.passes.driver.budget_changes import WIDEST, batch_sizes
+from meshc.passes.driver.measured_program import TRIES
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.search_errors import BY_STAGES, NoFasterPlan
-from meshc.passes.driver.within_budget import BY_WIDEST, ROUNDS
+from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_STAGES, NoFasterPlan
+from meshc.passes.driver.within_budget import BY_WIDEST
 from meshc.passes.memory.recompute import settled_values
 from meshc.passes.memory.stage_trades import StageTrades
 from meshc.passes.pass_runner import run_pass, run_passes
@@ -54,13 +55,6 @@ from meshc.pipelining.timing import simulate
 Answer = TypeVar("Answer")
 
 SLOWER: Final = "slower than what is taken"
-
-MARGIN: Final = 0.05
-"""How much slower than the best program that fits a number of microbatches may be estimated to be, and still be lowered: its cuts have not
-been refined yet."""
-
-RECOMPUTED: Final = 3
-"""Shapes for which values are recomputed, of one number of microbatches."""
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. A larger number
@@ -206,7 +200,7 @@ class PipelineSearch:
                 by, estimates = self._lowered, self._estimates(sorted(left))
             count = min(left, key=lambda each: (_least_seconds(estimates[each]), each))
             best = min((answer.seconds for answer in answers.values() if isinstance(answer, FittingCandidate)), default=self.beaten_s)
-            if _least_seconds(estimates[count]) > best * (1 + MARGIN):
+            if _least_seconds(estimates[count]) > best * (1 + BEATEN_MARGIN):
                 break
             left.remove(count)
             answers[count] = self.of_count(count, best)
@@ -296,7 +290,7 @@ class PipelineSearch:
         of their cuts that are faster with recompute, if there are others."""
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
         smallest = min(timed, key=lambda one: one[2].most.total)
-        for seconds, shape, need in [one for one in timed if one is not smallest][: RECOMPUTED - 1] + [smallest]:
+        for seconds, shape, need in [one for one in timed if one is not smallest][: TRIES - 1] + [smallest]:
             if seconds >= (bound if best is None else best.seconds):
                 continue
             found, left = self._recompute_shape(uncut, shape, need)
@@ -327,13 +321,13 @@ class PipelineSearch:
         kept, fewest = stages.most, stages.least
         most: dict[int, int] = {}
         answer: FittingCandidate | Refusal | MemoryNeed = need
-        for turn in range(ROUNDS):
+        for turn in range(TRIES):
             over = {at: held - budget for at, held in enumerate(need.ranks) if held > budget and kept[at] > fewest[at]}
             if not over:
                 break
             for rank, excess in over.items():
-                less = max(excess, (kept[rank] - fewest[rank]) // ROUNDS)
-                kept[rank] = most[rank] = fewest[rank] if turn == ROUNDS - 1 else max(fewest[rank], kept[rank] - less)
+                less = max(excess, (kept[rank] - fewest[rank]) // TRIES)
+                kept[rank] = most[rank] = fewest[rank] if turn == TRIES - 1 else max(fewest[rank], kept[rank] - less)
             step, again = stages.with_kept_bytes(most)
             heard = self.last.before_pass(pipeline.RECOMPUTE.name)
             uncut = _uncut_step(run_pass(_recompute_pass(step), self._step, heard.hook), heard)

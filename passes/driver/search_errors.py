@@ -32,8 +32,7 @@ from meshc.cost.peak_memory import RankBytes, peak_rank
 from meshc.errors import PlanError
 from meshc.passes import pipeline
 from meshc.passes.driver.budget_changes import ChangeTrials, FittingChanges
-from meshc.passes.driver.measured_program import Lower, MeasuredProgram
-from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.driver.measured_program import TRIES, Lower, MeasuredProgram
 from meshc.passes.driver.within_budget import lower_within_budget
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -42,11 +41,9 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold
 from meshc.plan.plan_candidate import PlanCandidate
 from meshc.report.memory_report import lines_of
 
-CHANGES: Final = 3
-"""Changes that the error names, of those that fit."""
 BEATEN_MARGIN: Final = 0.05
 """Relative excess of a bound, or an estimate, over the known seconds that rules a plan out: the clock merges updates and small messages
-that the model counts separately."""
+that the model counts separately; cuts of a pipeline have not been refined."""
 BY_MODEL: Final = "by the model, if all is hidden behind computing that can be"
 BY_ESTIMATE: Final = "by the estimates of all candidates"
 BY_STAGES: Final = "by what its stages are estimated to take"
@@ -124,7 +121,7 @@ class ClosestProgram:
             return []
         how = f"tried, by {devices_of(self.trials.asked.mesh).slowest().name}'s clock"
         less = [] if found.closest is None else [f"{found.closest}, which is not enough, and the least of what was tried ({how})"]
-        return [*(f"{one} ({how})" for one in found.fits[:CHANGES]), *less]
+        return [*(f"{one} ({how})" for one in found.fits[:TRIES]), *less]
 
     def plan_text(self, found: FittingChanges | None) -> str:
         """Lines with the searched plan beside which changes fit; "" where the plan is the user's own, or none fits."""
@@ -156,7 +153,7 @@ def refuse_over_budget(placed: PlacedModel, left: LoweredProgram, lower: Lower) 
     budget = left.request.options.budget
     if budget is None or left.request.double:
         return
-    closest = MeasuredProgram(left, peak_rank(left.as_program()), PassHistory())
+    closest = MeasuredProgram(left, peak_rank(left.as_program()))
     holds = closest.held_bytes
     if holds > budget:
         policy = placed.request.options.remat
@@ -189,7 +186,7 @@ def lower_stages(need: MemoryNeed) -> MeasuredProgram:
     """The program, through all passes, of a pipeline's candidate that does not fit; with its bytes as it was cut."""
     assert need.cut is not None
     left = run_passes(pipeline.LOWER, run_pass(pipeline.CUT, replace(need.cut, tried=())))
-    return MeasuredProgram(left, need.most, PassHistory())
+    return MeasuredProgram(left, need.most)
 
 
 def rank_multiple(budget: int, least: float) -> int:

@@ -28,8 +28,7 @@ from meshc.errors import PlanError
 from meshc.passes import pipeline
 from meshc.passes.driver import chunk_counts
 from meshc.passes.driver.budget_changes import WIDEST, RequestChange, chunk_change, offload_changes
-from meshc.passes.driver.chunk_counts import ChunkTrial
-from meshc.passes.driver.measured_program import Lower, MeasuredProgram, measure, stages_that_need_least
+from meshc.passes.driver.measured_program import TRIES, Lower, MeasuredProgram, measure, stages_that_need_least
 from meshc.passes.driver.pass_history import PassHistory
 from meshc.passes.memory.recompute_within_budget import held_bytes, host_budget_of, may_hold
 from meshc.passes.phases.compilation_phase import CompilationPhase
@@ -40,7 +39,6 @@ from meshc.passes.phases.request import Request
 from meshc.passes.stages.attempt import Refusal
 from meshc.passes.stages.pipeline_memory import DoesNotFit, memory_need
 
-ROUNDS: Final = 3
 BY_WIDEST: Final = f"memory: to hold no more than it may, backward recomputes what Options(remat={WIDEST!r}) says"
 """That policy is tried after all rounds: small models hold less under it, since nothing of the loss is recomputed."""
 
@@ -79,10 +77,9 @@ class _RequestSearch:
 
     def best_chunking(self, request: Request) -> MeasuredProgram | Refusal:
         """The best program with the head whole or in some number of chunks."""
-        best = found = self.lower_in_rounds(request)
+        whole = best = found = self.lower_in_rounds(request)
         size, count = chunk_counts.logits_bytes(self.placed), 1
-        first = self._chunk_trial(found, count) if size else None
-        while size and (more := self._next_chunk_count(count, found, first, size)) is not None:
+        while size and (more := chunk_counts.next_count(count, found, whole, size, self.budget)) is not None:
             asked = chunk_change(more).of(request)
             if isinstance(found, MeasuredProgram) and found.held_bytes <= self.budget:  # microbatches of stages are not searched again
                 asked = replace(asked, microbatches=found.left.request.microbatches)
@@ -93,23 +90,6 @@ class _RequestSearch:
                 found = found.with_notes(IN_CHUNKS.format(more))
             best = self._better(found, best)
         return best
-
-    def _next_chunk_count(self, count: int, found: MeasuredProgram | Refusal, first: ChunkTrial | None, size: int) -> int | None:
-        """The number of chunks to try after `count`, with what was `found`; None: no more."""
-        trial = self._chunk_trial(found, count)
-        if trial is None:
-            assert isinstance(found, Refusal)
-            return chunk_counts.next_count(count) if isinstance(found.error, DoesNotFit) else None
-        if trial.spare < 0:
-            return chunk_counts.next_count(count) if chunk_counts.may_fit(first, trial, size) else None
-        return chunk_counts.next_count_for_time(first, trial, size, self.budget)
-
-    def _chunk_trial(self, found: MeasuredProgram | Refusal, count: int) -> ChunkTrial | None:
-        """The trial of `count` chunks with the result `found`; None if there is no program."""
-        if isinstance(found, Refusal):
-            return None
-        again_s, pressed = chunk_counts.recompute_s(found.left), chunk_counts.has_too_large_candidates(found.left)
-        return ChunkTrial(count, self.budget - found.held_bytes, found.seconds, again_s, pressed)
 
     def best_with_rings(self, request: Request, best: MeasuredProgram | Refusal) -> MeasuredProgram | Refusal:
         """`best`; or, if it exceeds the budget with gathered keys, the program with ring attention, where that holds less."""
@@ -132,8 +112,7 @@ class _RequestSearch:
                     f"{best.most.host:,} bytes of a rank lie on its host by the plan, and it may use {room:,} there "
                     f"(Options(host_budget={room}))\n  what to do: a larger host_budget, or fewer `offload` lines"
                 )
-            recompute_s = chunk_counts.recompute_s(left)
-            if best.held_bytes <= self.budget and recompute_s < chunk_counts.LITTLE * best.seconds:
+            if best.held_bytes <= self.budget and best.recompute_s < chunk_counts.LITTLE * best.seconds:
                 return best
             request = self.placed.request.having(
                 chunks=None if left.placed.chunked is None else left.placed.chunked.count,
@@ -162,7 +141,7 @@ class _RequestSearch:
         pipelined = request.mesh.pipeline_axis is not None
         spare, enough = 0, True
         best: MeasuredProgram | None = None
-        for last in (False,) * ROUNDS + (() if pipelined else (True,)):
+        for last in (False,) * TRIES + (() if pipelined else (True,)):
             if not (enough or last):
                 continue  # everything that can be is recomputed already
             heard = PassHistory() if last else _HistoryWithBytes()

@@ -26,6 +26,7 @@ from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.linear_program import solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import (
+    CROSSED,
     MARGIN,
     PAIRS,
     SWEEPS,
@@ -35,7 +36,7 @@ from meshc.passes.planner.narrow_options import (
     mixed_options,
     options_by_class,
 )
-from meshc.passes.planner.relaxation import BRANCHES, Allowance
+from meshc.passes.planner.relaxation import BRANCHES, GAP, Allowance
 from meshc.passes.planner.search_space import Floats
 from meshc.report.tables import bytes_text
 
@@ -46,14 +47,8 @@ HIGHEST: Final = 1e-3
 """Highest price, in seconds per byte, that factors of `RISE` lead to: if nothing fits then, no price will do."""
 PRICES: Final = 3
 """Rounds of new prices once a choice fits."""
-PROGRAMS: Final = 4
+PROGRAMS: Final = 6
 """Most linear programs, each at the prices that the one before gave."""
-MORE: Final = 6
-"""Further linear programs while nothing fits, each with the moment that exceeded the budget in the one before."""
-FEW_NODES: Final = 20
-"""Most nodes of branch and bound."""
-CROSSED: Final = 4
-"""Best choices with options open to branch and bound, beside options that relaxations mix."""
 CROSSED_PAIRS: Final = 5_000
 """Most pairs of forms in branch and bound, those of least cost."""
 CROSSINGS: Final = 2
@@ -65,8 +60,6 @@ UNIT: Final = 1e-12
 ROUNDS: Final = 16
 """Most rounds of prices before each run of branch and bound for the fewest bytes. (For Llama 8B on two boxes of eight A100s 16 find
 17.3 GB, and 12 find 19.4.)"""
-CLOSE: Final = 1e-3
-"""Relative difference in bytes that is not looked for."""
 
 
 @dataclass
@@ -182,11 +175,11 @@ class BudgetSearch:
         assert found is not None, "some choice costs most"
         return [float(one) * UNIT for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
-    def solve_programs(self, count: int = PROGRAMS) -> None:
+    def solve_programs(self, count: int) -> None:
         """Solves linear programs over the options of least cost beyond the bound, until one is over all options left or the allowance does
         not cover the next."""
-        for tried in range(count + MORE):
-            if self.is_close or (tried >= count and self.fitting_seconds < np.inf):
+        for tried in range(count):
+            if self.is_close:
                 return
             moments, known = len(self.moments), self.fitting_seconds + self.ascent.weighed.budget_charge(self.budget)
             fitting = options_by_class([] if self.fitting_pick is None else [self.fitting_pick], self.ascent)
@@ -223,7 +216,7 @@ class BudgetSearch:
         if again or not self.allowed.spend(few, BRANCHES):
             return False, -np.inf
         self.crossed.add(asked)
-        pick, least = few.solve_integer(FEW_NODES, ENOUGH)
+        pick, least = few.solve_integer()
         count = len(self.picks)
         if pick is not None:
             self.note(pick)
@@ -253,9 +246,9 @@ def find_fewest_bytes(model: CostModel, memory: MemoryModel, known: Sequence[Pic
         new, rounds = search.bound_at(weights), rounds + 1
         best = search.nearest_picks[0]
         held = float(search.picks[best][1].max())
-        close = held * UNIT <= search.bound * (1 + CLOSE)
+        close = held * UNIT <= search.bound * (1 + GAP)
         if not close and (not new or rounds % ROUNDS == 0):
-            new, _ = search.branch_and_bound(search.ascent.weighed.seconds(best), held * (1 - CLOSE))
+            new, _ = search.branch_and_bound(search.ascent.weighed.seconds(best), held * (1 - GAP))
         if close or not new:
             return FewestBytes(best, held, search.bound / UNIT)
         weights, _ = search.dearest_weights(unit=True)

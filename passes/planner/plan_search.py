@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Final
 
@@ -32,7 +33,8 @@ from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.fold import DecisionClasses
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
-from meshc.passes.planner.narrow_options import NarrowedModel, close_gap, narrow_options
+from meshc.passes.planner.narrow_options import MARGIN, NarrowedModel, close_gap, narrow_options
+from meshc.passes.planner.overlap_clock import overlapped_seconds
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.reshard_prices import ReshardPrices
 from meshc.passes.planner.search_space import Axes, Decision, Key, Option, SearchSpace
@@ -57,6 +59,11 @@ class FoundChoice:
     pick: Pick
     model: CostModel
     options: tuple[Option, ...]
+
+    @cached_property
+    def estimated_s(self) -> float:
+        """Seconds with overlap, by a clock on the model's numbers."""
+        return overlapped_seconds(self.model, self.pick)
 
 
 @dataclass
@@ -321,15 +328,11 @@ def _stored_sharding(placed: PlacedModel, node: Node, decision: Decision, option
 # Tie-breaking of storage, of which a relaxation takes any: the plainest, so that equal tensors are stored alike and plans are short.
 
 
-SAME: Final = 1e-9
-"""Relative difference of cost that counts as none."""
-
-
 def plainest(weighed: Lagrangian, pick: Pick) -> Pick:
     """The choice with the plainest storage of no higher cost and no higher peak: of `ffn/dp/tp, _`, `ffn/tp/dp, _` and `ffn/dp, hidden/tp`
     the first."""
     model, memory = weighed.model, weighed.memory
-    descent, least, holds = Descent(weighed, model.everything), SAME * model.seconds(pick), float(memory.walk(pick).max())
+    descent, least, holds = Descent(weighed, model.everything), MARGIN * model.seconds(pick), float(memory.walk(pick).max())
     for number in range(len(pick)):
         decision = model.decision(number)
         if not isinstance(decision.key, tuple):

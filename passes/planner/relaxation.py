@@ -36,7 +36,9 @@ else:
 MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
 NODES: Final = 50
+"""Most nodes of branch and bound."""
 GAP: Final = 1e-3
+"""Relative gap at which branch and bound ends, and the difference in bytes that is not looked for."""
 BRANCHES: Final = 10
 """Linear programs of the same size that a run of branch and bound counts for, with memory and nodes to spare: 3 to 9 s for 1e8 rows times
 columns, of which a linear program takes 1 s at most."""
@@ -330,7 +332,7 @@ class ProgramColumns:
             found[key] = (given, charged[first:middle]), (wanted, charged[middle:last])
         return found
 
-    def solve_integer(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:
+    def solve_integer(self) -> tuple[Pick | None, float | None]:
         """A choice by branch and bound, None if none was found, and a lower bound in seconds."""
         integral = np.zeros(len(self.cost))
         integral[: self.options] = 1
@@ -338,7 +340,7 @@ class ProgramColumns:
         found = optimize.milp(
             np.array(self.cost) * MILLI, integrality=integral, bounds=optimize.Bounds(0, 1),
             constraints=optimize.LinearConstraint(self.matrix, least, most),
-            options={"node_limit": nodes, "mip_rel_gap": gap},
+            options={"node_limit": NODES, "mip_rel_gap": GAP},
         )  # fmt: skip
         bound = None if found.mip_dual_bound is None else float(found.mip_dual_bound) / MILLI
         return None if found.x is None else self.round_shares(self._of_classes(found.x)), bound

@@ -62,16 +62,16 @@ def test_a_search_says_what_it_is_at(terminal: Terminal, monkeypatch: pytest.Mon
 
 
 def test_a_search_says_which_candidate_it_is_at(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshc.passes.driver.judge import Judge
+    from meshc.passes.driver import judge
 
-    real = Judge._candidate
+    real = judge.measure
 
-    def slowly(self: Any, *given: Any) -> Any:
+    def slowly(*given: Any) -> Any:
         time.sleep(0.6)
-        return real(self, *given)
+        return real(*given)
 
     monkeypatch.setattr("meshc.api.progress.AFTER_S", 0.0)
-    monkeypatch.setattr(Judge, "_candidate", slowly)
+    monkeypatch.setattr(judge, "measure", slowly)
     case = mlp()
     case.model.requires_grad_(False)
     with contextlib.redirect_stderr(terminal):

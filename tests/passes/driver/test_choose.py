@@ -73,7 +73,7 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     table = left(captured, "dp=2,tp=2", **adam(captured)).weighed
     recipes = [one for one in table if one.name != choose.FOUND]
     assert len(recipes) == 13 and all(one.modelled is not None and one.holds for one in recipes)
-    assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
+    assert sum(one.seconds is not None for one in recipes) <= choose.TRIES
 
 
 def test_a_recipe_that_does_what_was_found_does_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_a_recipe_that_does_what_was_found_does_is_not_recomputed(monkeypatch: p
 def test_no_more_choices_than_are_allowed_go_through_all_passes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within this budget two are tried, the second the faster one; with one alone that is taken."""
     weighed: list[str] = []
-    real = judge.Judge._candidate
-    monkeypatch.setattr(judge.Judge, "_candidate", lambda *given: weighed.append(given[1].name) or real(*given))
+    real = judge.Judge.weigh
+    monkeypatch.setattr(judge.Judge, "weigh", lambda *given: weighed.append(given[1].name) or real(*given))
     monkeypatch.setattr("meshc.passes.driver.choose.Allowance", lambda: Allowance(candidates=most))
     captured = Captured(models.mlp(), train=True, double=False)
     table = left(captured, "dp=2,tp=2", **adam(captured), memory_budget=17_000).weighed

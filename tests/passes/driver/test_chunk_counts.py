@@ -15,7 +15,7 @@ from meshc.cost import peak_memory
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
 from meshc.passes.driver import within_budget
-from meshc.passes.driver.chunk_counts import ChunkTrial, may_fit
+from meshc.passes.driver.chunk_counts import may_fit
 
 
 class Deep(nn.Module):
@@ -107,12 +107,9 @@ def test_chunks_of_what_is_not_too_much_are_not_tried(monkeypatch: pytest.Monkey
 def test_more_chunks_are_tried_while_their_logits_may_be_what_is_too_much() -> None:
     """Of logits of 800 bytes chunks save 4,800 at most; where 8 chunks have saved 700 bytes, of 8 parts, all others save 100 more."""
 
-    def tried(count: int, spare: int) -> ChunkTrial:
-        return ChunkTrial(count, spare, 1.0, 0.0)
-
-    assert [may_fit(None, tried(1, spare), 800) for spare in (-4800, -4801)] == [True, False]
-    assert [may_fit(tried(1, spare - 700), tried(8, spare), 800) for spare in (-100, -101)] == [True, False]
-    assert not may_fit(tried(1, -300), tried(8, -300), 800)
+    assert [may_fit(1, spare, None, 800) for spare in (-4800, -4801)] == [True, False]
+    assert [may_fit(8, spare, spare - 700, 800) for spare in (-100, -101)] == [True, False]
+    assert not may_fit(8, -300, -300, 800)
 
 
 @pytest.mark.broad
