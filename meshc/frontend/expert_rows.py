@@ -62,7 +62,7 @@ class ChoiceRows:
         self.choice, self.weights = choice.reshape(-1), weights.reshape(-1, 1)
 
     def to(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1).expand(-1, self.chosen, -1).reshape(self.tokens * self.chosen, -1)
+        return x.unsqueeze(1).expand(-1, self.chosen, -1).flatten(0, 1)
 
     def product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         return routed_mm(rows.to(matrices.dtype), matrices, self.choice)
@@ -103,7 +103,7 @@ class GroupRows(_InGroups):
     """Per group of experts, a row for each choice that a token could have made in the group: [q, t * m, ..]."""
 
     def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: ExpertForm, copies: Tensor | None) -> None:
-        self.groups, self.copies = form.count, copies
+        self.copies = copies
         self.tokens, chosen = choice.shape
         self.each = form.each(experts) + form.copies
         self.most = min(chosen, self.each)
@@ -116,7 +116,7 @@ class GroupRows(_InGroups):
         return to_groups(x, self.own).flatten(1, 2)
 
     def back(self, rows: Tensor) -> Tensor:
-        return from_groups(rows.reshape(self.groups, self.tokens, self.most, -1), self.own)
+        return from_groups(rows.unflatten(1, (self.tokens, self.most)), self.own)
 
 
 class BoundedRows(_InGroups):
@@ -124,7 +124,7 @@ class BoundedRows(_InGroups):
 
     def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: ExpertForm, copies: Tensor | None) -> None:
         tokens, self.chosen = choice.shape
-        self.groups, self.copies = form.count, copies
+        self.copies = copies
         self.each = form.each(experts) + form.copies
         if form.capacity is not None:
             self.tokens = form.capacity.tokens(tokens, form.batch)
@@ -151,8 +151,8 @@ class BoundedRows(_InGroups):
         return to_places(x.reshape(self.batch, self.tokens, -1), self.place, self.chosen).flatten(1, 2)
 
     def back(self, rows: Tensor) -> Tensor:
-        rows = rows.reshape(self.groups, self.batch, self.places, -1)
-        return from_places(rows, self.place, self.tokens, self.chosen).reshape(self.batch * self.tokens, -1)
+        rows = rows.unflatten(1, (self.batch, self.places))
+        return from_places(rows, self.place, self.tokens, self.chosen).flatten(0, 1)
 
 
 Layout = ChoiceRows | GroupRows | BoundedRows

@@ -64,10 +64,6 @@ class JoinedRows(SelectedPlaces):
         moved = self._call(node, torch.movedim, x, tuple(at + dim for dim in dims), dims)
         return replace(self.index_rows(node, moved, RowIndex(chosen, dims)), at=at)
 
-    def is_columns(self, node: Node) -> bool:
-        held = self.rows_of(node)
-        return held is not None and held.at > 0
-
     def column(self, node: Node, name: str) -> SelectedRows:
         """A call that takes columns."""
         first, *more = node.args

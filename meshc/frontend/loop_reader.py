@@ -85,7 +85,7 @@ class Loop:
     of_all: bool
     line: int
     forward: FunctionType
-    inline: Inline | None = None
+    inline: Inline | None
 
     def count(self, module: nn.Module) -> int:
         """The number of experts."""

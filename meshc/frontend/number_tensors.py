@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from meshc.frontend.inserted_calls import map_arguments
 from meshc.frontend.joined_rows import JoinedRows
-from meshc.frontend.selected_places import DataNumber, NotFollowed, RowSelection, SelectedRows, first_of, index_of, is_unbacked, value_of
+from meshc.frontend.selected_places import DataNumber, NotFollowed, SelectedRows, first_of, index_of, is_unbacked, value_of
 from meshc.ir.functions import Target
 
 BUFFER: Final = "meshc_number_"
@@ -32,8 +32,10 @@ SIZED: Final = frozenset("view reshape expand zeros ones full empty new_zeros ne
 FILLS: Final = frozenset("full full_like tensor _to_tensor scalar_tensor as_tensor".split())
 """Calls that make a tensor of one number."""
 NUMBERS: Final[Mapping[Target, Target]] = {
-    **{one: one for one in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.abs)},
-    **{one: one for one in (operator.floordiv, operator.mod, operator.pos)},
+    **{one: one for one in (
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.abs, operator.floordiv,
+        operator.mod, operator.pos,
+    )},
     math.sqrt: torch.sqrt, torch.sym_max: torch.clamp_min, torch.sym_min: torch.clamp_max,
 }  # fmt: skip
 """Functions of Python numbers -> the same functions of tensors."""
@@ -96,7 +98,7 @@ class NumberTensors(JoinedRows):
             if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
                 raise NotFollowed("a number is read of them")
             of = value_of(first)
-            counted = self.count(node, held.chosen)
+            counted = self._call(node, "sum", held.chosen.mask)
             if name in ("sym_numel", "numel"):
                 counted = self._call(node, operator.mul, counted, math.prod(value_of(held.value).shape[1:]))
             elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [held.at]:
@@ -120,9 +122,6 @@ class NumberTensors(JoinedRows):
             made = TWO[target] if all(isinstance(one, Node) for one in args) else made
         chosen = self.selection_of_size(value_of(node)) or next((one.chosen for one in rows if one.chosen is not None), None)
         self.numbers[node] = DataNumber(self._call(node, made, *args), chosen)
-
-    def count(self, node: Node, chosen: RowSelection) -> Node:
-        return self._call(node, "sum", chosen.mask)
 
     # Tensors computed from numbers.
 

@@ -11,10 +11,10 @@ the number itself, and no tensor (a size, an index, `range`, the probability of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, count
-from typing import Any, Final
+from typing import Any
 
 import sympy
 import torch
@@ -27,12 +27,6 @@ from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import NumberGuard
 from meshc.replacements import replace_targets
-
-_RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
-    sympy.StrictGreaterThan: (">", "<"), sympy.GreaterThan: (">=", "<="), sympy.StrictLessThan: ("<", ">"),
-    sympy.LessThan: ("<=", ">="), sympy.Equality: ("==", "=="), sympy.Unequality: ("!=", "!="),
-}  # fmt: skip
-"""Relation -> its sign, and its sign with the sides exchanged."""
 
 
 class NumberInputs:
@@ -109,12 +103,9 @@ class NumberInputs:
     def _outcome(self, asked: torch.SymBool) -> bool | None:
         """The outcome of a comparison of one of the numbers with a constant, which becomes a guard; None for any other condition."""
         expr = asked.node.expr
-        if type(expr) not in _RELATIONS:
-            return None
-        written, turned = _RELATIONS[type(expr)]
-        for one, other, relation in ((expr.lhs, expr.rhs, written), (expr.rhs, expr.lhs, turned)):
-            if one in self._symbols and other.is_number:
-                guard = NumberGuard(self._symbols[one].name, relation, float(other))
+        for relation in (expr, expr.reversed) if isinstance(expr, sympy.Rel) else ():
+            if relation.lhs in self._symbols and relation.rhs.is_number:
+                guard = NumberGuard(self._symbols[relation.lhs].name, relation.rel_op, float(relation.rhs))
                 self._guards[guard] = None
                 return bool(guard.outcome(self.values))
         return None

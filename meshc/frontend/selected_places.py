@@ -213,15 +213,9 @@ class SelectedPlaces(InsertedCalls):
         """The rows, with `fill` where they are not selected."""
         if rows.zero and fill == 0:
             return rows
-        value = self._call(node, torch.where, self.mask(node, rows), rows.value, self.filling(node, rows, fill))
-        return SelectedRows(value, rows.chosen, zero=fill == 0)
-
-    def filling(self, node: Node, rows: SelectedRows, fill: object) -> Any:
-        dtype = value_of(rows.value).dtype
-        return bool(fill) if dtype == torch.bool else fill
-
-    def mask(self, node: Node, rows: SelectedRows) -> Node:
-        return self._call(node, "reshape", rows.chosen.mask, [rows.chosen.count, *[1] * (value_of(rows.value).dim() - 1)])
+        mask = self._call(node, "reshape", rows.chosen.mask, [rows.chosen.count, *[1] * (value_of(rows.value).dim() - 1)])
+        filling = bool(fill) if is_mask(rows.value) else fill
+        return SelectedRows(self._call(node, torch.where, mask, rows.value, filling), rows.chosen, zero=fill == 0)
 
     # Indices that a tensor holds.
 

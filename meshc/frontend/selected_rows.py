@@ -168,12 +168,12 @@ class _RowFollower(NumberTensors):
             self.number(node, name)
         elif name in JOINS and self.join_rows(node):
             pass
-        elif any(self.is_columns(one) for one in node.all_input_nodes):
+        elif any((held := self.rows_of(one)) is not None and held.at > 0 for one in node.all_input_nodes):
             self.rows[node] = self.column(node, name)
         elif name.startswith("new_") and not is_unbacked(node) and self.rows_of(first) is not None:
             self.without_rows(node)
-        elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
-            self.rows[node] = held[args[1]]
+        elif name == "getitem" and isinstance(several := self.rows.get(first), tuple):
+            self.rows[node] = several[args[1]]
         elif name in ("getitem", "setitem") and (dim := self.number_position(node)) is not None:
             self.at_number(node, name, dim)
         elif name == "setitem" and isinstance(given := args[2], Node) and given in self.numbers and first not in self.begun:
@@ -318,7 +318,7 @@ class _RowFollower(NumberTensors):
         wanted = dtype or value_of(blank).dtype
         wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
         summed = self._call(node, "sum", blank, list(along), keepdim, dtype=wide)
-        count = self._call(node, operator.mul, self.count(node, chosen), inner)
+        count = self._call(node, operator.mul, self._call(node, "sum", chosen.mask), inner)
         made = self._call(node, operator.truediv, summed, count)
         return made if wide == wanted else self._call(node, "to", made, wanted)
 

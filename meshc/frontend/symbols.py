@@ -17,9 +17,6 @@ from meshc.ir.sizes import PREFIX, Dynamic, floor_quotient, number_from_expressi
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard
 
-_RELATIONS = {"Equality": "==", "Unequality": "!=", "StrictGreaterThan": ">", "GreaterThan": ">=", "StrictLessThan": "<", "LessThan": "<="}
-
-
 _BOUNDS = ("<", "<=", ">", ">=")
 
 
@@ -69,7 +66,7 @@ class Symbols:
             expr = self._translate(guard.expr)
             if expr is sympy.true or expr is True:
                 continue
-            sign = _RELATIONS.get(type(expr).__name__)
+            sign = expr.rel_op if isinstance(expr, sympy.Rel) else None
             if sign == "==" and (expr.lhs.is_Symbol and expr.rhs.is_number or expr.rhs.is_Symbol and expr.lhs.is_number):
                 name, number = (expr.lhs, expr.rhs) if expr.lhs.is_Symbol else (expr.rhs, expr.lhs)
                 raise CompileError(
