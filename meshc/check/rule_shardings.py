@@ -123,7 +123,7 @@ def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
 def _split_whole_letters(rule: Rule, given: Sequence[InferredSharding]) -> set[str]:
     """Letters that are split though the rule takes them whole, as a piece may: a result without one of them may be partial."""
     rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
-    return {letter for row in rows for letter, parts in row if letter in rule.whole and any(part.axes for part in parts or ())}
+    return {letter for row in rows for letter, parts in row if letter in rule.whole - {ONE} and any(part.axes for part in parts or ())}
 
 
 def _letters_without_result(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:

@@ -24,15 +24,20 @@ RESHAPES: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.de
 
 
 @cache
+def _defaults(target: OpOverload) -> Mapping[str, Any]:
+    """Name -> default of an operator's arguments, in order. Cached, as all of a schema is built at each access."""
+    return {argument.name: argument.default_value for argument in target._schema.arguments}
+
+
+@cache
 def argument_names(target: OpOverload) -> tuple[str, ...]:
-    """Names of an operator's arguments, in order. Cached, as all of a schema is built at each access."""
-    return tuple(argument.name for argument in target._schema.arguments)
+    """Names of an operator's arguments, in order."""
+    return tuple(_defaults(target))
 
 
 def arguments_by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, in order, with defaults for those that it leaves out."""
-    given = dict(zip(argument_names(target), args, strict=False)) | dict(kwargs)
-    return {one.name: given.get(one.name, one.default_value) for one in target._schema.arguments}
+    return {**_defaults(target), **dict(zip(argument_names(target), args, strict=False)), **kwargs}
 
 
 def named_arguments(node: Node) -> dict[str, Any]:

@@ -9,27 +9,23 @@ relate the shardings of their operands and results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.ir.schemas import named_arguments, place_of
+from meshc.ir.schemas import named_arguments
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, draws_of, mask_of
-from meshc.rules.rule import ONE, Made, RingLetter, Rule, einsum, shape_of
+from meshc.rules.rule import ONE, Local, Made, RingLetter, Rule, einsum, shape_of
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
 
 meshc = torch.ops.meshc
 
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
 OPERANDS = {"grad": Q, "q": Q, "k": K, "v": K, "bias": BIAS, "out": Q, "lse": ROW, "seed_step": "seed!"}
-ZIGZAG = frozenset("qk")
+ZIGZAG = {"q", "k"}
 ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
@@ -56,7 +52,7 @@ def _rule(node: Node, tensors: list[Node], results: list[str], keys: tuple[int, 
     text = f"{', '.join(operands)} -> {' | '.join(results)}"
     if named["real"] is not None:
         return einsum(_block_text(text), node, tensors)
-    major = frozenset("q") if named["causal"] else frozenset[str]()
+    major = {"q"} if named["causal"] else set[str]()
     by_kernels = named["seed_step"] is None and len(results) < 4
     ring = RingLetter("k", keys, gradients, zigzag=by_kernels, apart=by_kernels)
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": ring})
@@ -80,14 +76,10 @@ def _lower(local: Local) -> Made:
     if local.axes("k"):
         ring = (Zigzag if local.uses_zigzag else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
-    numbers = draws_of(local, 0)
+    numbers: dict[str, object] = {**draws_of(local, 0)}
     if local.axes("q") and mask_of(node)[0]:
         numbers["start"] = local.start("q")
-    if not numbers:
-        return local.call(*local.operands)
-    operands = iter(local.operands)
-    named = {name: next(operands) if isinstance(given, Node) else given for name, given in named_arguments(node).items()} | numbers
-    return local.emit(node.target, *[*named.values()][: max(len(node.args), *(place_of(node, name) + 1 for name in numbers))])
+    return local.call(*local.operands, **numbers)
 
 
 def _zigzag(node: Node, tensors: list[Node]) -> Rule:

@@ -3,63 +3,45 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.monotone import rises_by_beta
 from meshc.rules.operator import EITHER, SUM_AND_PRODUCT, Operator, Shapes, declarations
 from meshc.rules.preconditions import Operands, holds, like, same_dtype
-from meshc.rules.rule import Rule, by_text, einsum, integers, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Local, Rule, RuleFunction, by_text, count_once, einsum, shape_of
 
 aten = torch.ops.aten
 
 WEIGHT = {"k": "contracts", "n": "makes"}
 
 
-def _addmm(node: Node, tensors: list[Node]) -> Rule:
-    """bias + x @ w. With k split the product is partial, so the bias is kept on one rank and counts once."""
-    bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
+def _biased_product(text: str, **fields: Any) -> RuleFunction:
+    """bias + a product, by the product's text. The bias broadcasts, and counts once where the product is partial."""
+    made = [letter for letter in text.partition("-> ")[2].split() if letter[0] != "+"]
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        bias = made[len(made) - len(shape_of(tensors[0])) :]
+        return einsum(f"{' '.join(bias)}, {text}", node, tensors, **fields)
+
+    return rule
 
 
-def _lower_addmm(local: Local) -> Node:
-    bias, x, w = local.operands
-    bias = local.keep_first(bias, [axis for letter in local.rule.sums[0] for axis in local.axes(letter)])
-    return local.call(bias, x, w)
+def _lower_biased(local: Local) -> Node:
+    bias, *factors = local.operands
+    return local.call(count_once(local, bias), *factors)
 
 
-def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
-    """bias + x @ w, batched; the bias broadcasts, and counts once where k is split."""
-    bias = " ".join("b m n".split()[3 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
-
-
-def _addmv(node: Node, tensors: list[Node]) -> Rule:
-    bias = "m" if shape_of(tensors[0]) else ""
-    return einsum(f"{bias}, m k, k -> m +k", node, tensors, lower=_lower_addmm, first=0)
-
-
-def _addr(node: Node, tensors: list[Node]) -> Rule:
-    """A matrix and the outer product of two vectors."""
-    matrix = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{matrix}, m, n -> m n", node, tensors)
-
-
-def _addbmm(node: Node, tensors: list[Node]) -> Rule:
-    """bias + the sum of all x @ w of a batch."""
-    bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, b m k, b k n -> m n +b +k", node, tensors, lower=_lower_addmm, first=0)
+_ONCE: Final = {"lower": _lower_biased, "first": 0}
 
 
 def _trilinear(node: Node, tensors: list[Node]) -> Rule:
     """Product of three operands, each without the dims in which it is expanded, summed over some dims: a bilinear layer."""
-    without = [set(integers(argument)) for argument in node.args[3:6]]
-    summed = set(integers(node.args[6]))
+    named = named_arguments(node)
+    without, summed = [named[f"expand{number}"] for number in (1, 2, 3)], named["sumdim"]
     rank = len(shape_of(tensors[0])) + len(without[0])
     letters = [[f"d{d}" for d in range(rank) if d not in expanded] for expanded in without]
     made = [f"d{d}" for d in range(rank) if d not in summed] + [f"+d{d}" for d in sorted(summed)]
@@ -115,9 +97,20 @@ OPERATORS = declarations({
         )
     ),
     "_trilinear": Operator(_trilinear),
-    "addmm": Operator(_addmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta, any_order=True, flops=_biased_flops),
-    "baddbmm": Operator(_baddbmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta, flops=_biased_flops),
-    "addbmm": Operator(_addbmm, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
-    "addmv": Operator(_addmv, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
-    "addr": Operator(_addr, linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+    "addmm": Operator(
+        _biased_product("m k, k n -> m n +k", **_ONCE, roles=WEIGHT),
+        linear=SUM_AND_PRODUCT,
+        monotone=rises_by_beta,
+        any_order=True,
+        flops=_biased_flops,
+    ),
+    "baddbmm": Operator(
+        _biased_product("b m k, b k n -> b m n +k", **_ONCE, roles=WEIGHT),
+        linear=SUM_AND_PRODUCT,
+        monotone=rises_by_beta,
+        flops=_biased_flops,
+    ),
+    "addbmm": Operator(_biased_product("b m k, b k n -> m n +b +k", **_ONCE), linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+    "addmv": Operator(_biased_product("m k, k -> m +k", **_ONCE), linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
+    "addr": Operator(_biased_product("m, n -> m n"), linear=SUM_AND_PRODUCT, monotone=rises_by_beta),
 })

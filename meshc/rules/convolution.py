@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -21,10 +20,7 @@ from torch.fx.node import Argument
 from meshc.ir import records
 from meshc.ir.window import Window
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Made, Rule, einsum, integer, integers, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Local, Made, Rule, einsum, integer, integers, result_shapes, shape_of
 
 aten = torch.ops.aten
 

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem
+from meshc.ir.functions import Target
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, shape_of
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, shape_of
 from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
-
-if TYPE_CHECKING:
-    from meshc.ir.functions import Target
-    from meshc.rules.local import Local
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -46,7 +42,7 @@ def _rule(node: Node, tensors: list[Node], operands: list[str], results: str, lo
     text = ", ".join(operands + [S] * (len(tensors) - len(operands)))
     rows = [f"*{index}" for index in range(len(shape_of(tensors[0])) - 3)]
     return einsum(
-        f"{text} -> {results}", node, tensors, lower=lower, clean=tuple(range(len(tensors))), major=frozenset("t"), roles={"h": "heads"},
+        f"{text} -> {results}", node, tensors, lower=lower, clean=tuple(range(len(tensors))), major={"t"}, roles={"h": "heads"},
         steps=RecurrentLetter("t", (*rows, "h"), joins=True),
     )
 

@@ -2,97 +2,86 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, ONE, Rule, all_operands, dtype_of, integer, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, ONE, Dims, Local, Rule, all_operands, dims_of, dtype_of, letters_of, shape_of, with_local_shape
 
 aten = torch.ops.aten
 
 
 def _triangle(node: Node, tensors: list[Node]) -> Rule:
-    letters = tuple(f"d{i}" for i in range(len(shape_of(tensors[0]))))
-    return Rule((letters,), (letters,), ({},), lower=_lower_triangle)
+    letters = letters_of(node)
+    return Rule((letters,), (letters,), lower=_lower_triangle)
 
 
 def _lower_triangle(local: Local) -> Node:
     """Masks entries by the global positions of their row and column."""
-    (x,) = local.operands
-    node = local.node
-    rank = len(local.shape(x))
-    row, column = f"d{rank - 2}", f"d{rank - 1}"
+    (x,), node = local.operands, local.node
+    row, column = letters_of(node)[-2:]
     if not local.axes(row) and not local.axes(column):
-        return local.emit(node.target, x, *node.args[1:], **node.kwargs)
-    diagonal = argument(node, 1, "diagonal", 0)
-    device = torch.device("cpu")
-    rows = local.emit(aten.unsqueeze.default, local.positions(row, torch.int64, device), -1)
-    distance = local.emit(aten.sub.Tensor, local.positions(column, torch.int64, device), rows)
-    kept = local.emit((aten.le if node.target is aten.tril.default else aten.ge).Scalar, distance, diagonal)
+        return local.call(x)
+    rows = local.emit(aten.unsqueeze.default, local.positions(row), -1)
+    distance = local.emit(aten.sub.Tensor, local.positions(column), rows)
+    kept = local.emit((aten.le if node.target is aten.tril.default else aten.ge).Scalar, distance, named_arguments(node)["diagonal"])
     return local.emit(aten.where.ScalarOther, kept, x, False if dtype_of(node) == torch.bool else 0)
 
 
-def _letters(node: Node, shape: tuple[int, ...], first: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-    """(letters of the matrix, of its diagonal, those that must be whole); offset, dim1 and dim2 are arguments from `first` on."""
-    rank = len(shape)
-    pair = {integer(argument(node, first + 1, "dim1", 0)) % rank, integer(argument(node, first + 2, "dim2", 1)) % rank}
-    matrix = tuple(ONE if size == 1 else f"d{i}" for i, size in enumerate(shape))
-    line = (*(letter for i, letter in enumerate(matrix) if i not in pair), "g")
-    return matrix, line, frozenset({*(matrix[i] for i in pair), "g"}) - {ONE}
+def _letters(node: Node, matrix: Node, line: Node) -> tuple[Dims, Dims, set[str]]:
+    """(letters of the matrix, of its diagonal, those that must be whole)."""
+    letters, pair = dims_of("d", shape_of(matrix)), _pair(node, shape_of(matrix))
+    rest = (*(letter for dim, letter in enumerate(letters) if dim not in pair), "g")
+    return letters, _line(rest, shape_of(line)), {*(letters[dim] for dim in pair), "g"}
 
 
-def _line(letters: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+def _pair(node: Node, matrix: tuple[int, ...]) -> set[int]:
+    """The two dims of a matrix."""
+    named = named_arguments(node)
+    return {named[name] % len(matrix) for name in ("dim1", "dim2")}
+
+
+def _line(letters: Dims, shape: tuple[int, ...]) -> Dims:
     return tuple(ONE if size == 1 else letter for letter, size in zip(letters, shape, strict=True))
 
 
 def _diagonal(node: Node, tensors: list[Node]) -> Rule:
-    matrix, line, whole = _letters(node, shape_of(tensors[0]), 1)
-    return Rule((matrix,), (_line(line, result_shapes(node)[0]),), ({},), whole, kind="layout", shrinks=True)
+    matrix, line, whole = _letters(node, tensors[0], node)
+    return Rule((matrix,), (line,), whole=whole, kind="layout", shrinks=True)
 
 
 def _diagonal_backward(node: Node, tensors: list[Node]) -> Rule:
-    matrix, line, whole = _letters(node, result_shapes(node)[0], 2)
-    return Rule((_line(line, shape_of(tensors[0])),), (matrix,), ({},), whole, kind="layout", lower=_lower_diagonal_backward)
-
-
-def _lower_diagonal_backward(local: Local) -> Node:
-    return local.emit(local.node.target, local.operands[0], list(local.out_shape(0)), *local.node.args[2:])
+    matrix, line, whole = _letters(node, node, tensors[0])
+    return Rule((line,), (matrix,), whole=whole, kind="layout", lower=with_local_shape("input_sizes"))
 
 
 def _diagonal_scatter(node: Node, tensors: list[Node]) -> Rule:
-    matrix, line, whole = _letters(node, shape_of(tensors[0]), 2)
-    return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear=all_operands(2), defers=True)
+    matrix, line, whole = _letters(node, *tensors)
+    return Rule((matrix, line), (matrix,), whole=whole, kind="carry", linear=all_operands(2), defers=True)
 
 
 def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
     """diag_embed(x [..., n], offset, dim1, dim2) -> a matrix for each row of x; its rows and columns are whole."""
-    shape = result_shapes(node)[0]
-    rank = len(shape)
-    pair = {integer(argument(node, 2, "dim1", -2)) % rank, integer(argument(node, 3, "dim2", -1)) % rank}
-    rest = iter(f"d{i}" for i in range(rank - 2))
-    out = _line(tuple(f"m{i}" if i in pair else next(rest) for i in range(rank)), shape)
-    inside = _line((*(f"d{i}" for i in range(rank - 2)), "g"), shape_of(tensors[0]))
-    return Rule((inside,), (out,), ({},), frozenset({"g", *(f"m{i}" for i in pair)} & {*inside, *out}), kind="layout")
+    shape = shape_of(node)
+    pair, lead = _pair(node, shape), letters_of(tensors[0])[:-1]
+    rest = iter(lead)
+    out = _line(tuple(f"m{dim}" if dim in pair else next(rest) for dim in range(len(shape))), shape)
+    return Rule((_line((*lead, "g"), shape_of(tensors[0])),), (out,), whole={"g", *(f"m{dim}" for dim in pair)}, kind="layout")
 
 
 def _block_diag(node: Node, tensors: list[Node]) -> Rule:
     """Every block has rows and columns of its own, so all dims are whole."""
-    operands = tuple(_line(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))), shape_of(t)) for k, t in enumerate(tensors))
-    out = _line(("r", "c"), result_shapes(node)[0])
-    whole = frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}
-    return Rule(operands, (out,), ({},), whole, linear=all_operands(len(operands)), defers=True)
+    operands = tuple(dims_of(f"x{index}.", shape_of(tensor)) for index, tensor in enumerate(tensors))
+    out = dims_of("d", shape_of(node))
+    whole = {letter for dims in (*operands, out) for letter in dims}
+    return Rule(operands, (out,), whole=whole, linear=all_operands(len(operands)), defers=True)
 
 
 def _trace(node: Node, tensors: list[Node]) -> Rule:
-    letters = _line(("r", "c"), shape_of(tensors[0]))
-    return Rule((letters,), ((),), ({},), frozenset(letters) - {ONE}, linear=ALONE, defers=True)
+    letters = dims_of("d", shape_of(tensors[0]))
+    return Rule((letters,), ((),), whole=set(letters), linear=ALONE, defers=True)
 
 
 OPERATORS = declarations({

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,10 +27,7 @@ from meshc.rules.monotone import (
 )
 from meshc.rules.operator import EITHER, SUM_AND_PRODUCT, Operator, declarations
 from meshc.rules.preconditions import Operands, divides, holds
-from meshc.rules.rule import ALONE, Rule, integer, pointwise, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Rule, dim_of, draw, letters_of, pointwise
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -56,38 +54,26 @@ def by_one_number(node: Node) -> bool:
 def _dropout(node: Node, tensors: list[Node]) -> Rule:
     """dropout(x, seed_step, call, p, global, local, offsets): draws by global index, so any factor may be split."""
     x = pointwise(node, tensors[:1])
-    return Rule((x.operands[0], ("_seed",)), x.results, ({}, {}), whole=frozenset({"_seed"}), lower=_lower_dropout)
-
-
-def _lower_dropout(local: Local) -> Node:
-    x, seed_step = local.operands
-    return local.emit(meshc.dropout.default, x, seed_step, *local.node.args[2:4], *local.tiles(0))
+    return replace(x, operands=(*x.operands, ("_seed",)), whole={"_seed"}, lower=draw)
 
 
 def _glu(node: Node, tensors: list[Node]) -> Rule:
     """Product of the halves of one dim, which is whole; other dims may be split."""
-    shape = shape_of(tensors[-1])
-    position = len(tensors)
-    dim = integer(node.args[position] if len(node.args) > position else -1) % len(shape)
-    full = tuple("c" if i == dim else f"d{i}" for i in range(len(shape)))
-    half = tuple("h" if i == dim else f"d{i}" for i in range(len(shape)))
-    ins, out = ((full,), half) if position == 1 else ((half, full), full)
-    return Rule(ins, (out,), ({},), whole=frozenset("ch"))
+    full = list(letters_of(tensors[-1]))
+    dim = dim_of(node, full)
+    half = (*full[:dim], "h", *full[dim + 1 :])
+    full[dim] = "c"
+    ins, out = ((tuple(full),), half) if len(tensors) == 1 else ((half, tuple(full)), tuple(full))
+    return Rule(ins, (out,), whole={"c", "h"})
 
 
 def _draw(node: Node, tensors: list[Node]) -> Rule:
-    (shape,) = result_shapes(node)
-    return Rule((("_seed",),), (tuple(f"d{i}" for i in range(len(shape))),), ({},), whole=frozenset({"_seed"}), lower=_lower_draw)
+    return Rule((("_seed",),), (letters_of(node),), whole={"_seed"}, lower=_lower_draw)
 
 
 def _lower_draw(local: Local) -> Node:
     """The drawn tile has a dim for each factor, and is then reshaped to the dims of the result."""
-    (seed_step,) = local.operands
-    node = local.node
-    before = node.args[1:-3] if node.target is meshc.keep_mask.default else node.args[1:2]
-    after = () if node.target is meshc.keep_mask.default else node.args[-1:]
-    drawn = local.emit(node.target, seed_step, *before, *local.tiles(0), *after)
-    return local.emit(aten.reshape.default, drawn, list(local.out_shape(0)))
+    return local.emit(aten.reshape.default, draw(local), list(local.out_shape(0)))
 
 
 MOST_DEGREE: Final = 1 << 12

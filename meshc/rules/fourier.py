@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, holds
-from meshc.rules.rule import ALONE, ONE, Rule, integer, integers, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, ONE, Dims, Rule, dims_of, shape_of, with_local_shape
 
 aten = torch.ops.aten
 
 
-def _letters(shape: tuple[int, ...]) -> list[str]:
-    return [ONE if size == 1 else f"d{i}" for i, size in enumerate(shape)]
-
-
 def _transform(node: Node, tensors: list[Node]) -> Rule:
     """_fft_c2c, _fft_r2c, _fft_c2r: the result may have another size along a transformed dim."""
-    source, target = shape_of(tensors[0]), result_shapes(node)[0]
-    inside, out = _letters(source), _letters(target)
-    whole = set()
-    for dim in (d % len(source) for d in integers(node.args[1])):
+    source, target = shape_of(tensors[0]), shape_of(node)
+    inside, out = dims_of("d", source), list(dims_of("d", target))
+    dims = [d % len(source) for d in named_arguments(node)["dim"]]
+    for dim in dims:
         if source[dim] != target[dim] and target[dim] != 1:
             out[dim] = f"o{dim}"
-        whole |= {inside[dim], out[dim]}
-    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), linear=ALONE, defers=True)
+    whole = {letters[dim] for dim in dims for letters in (inside, out)}
+    return Rule((inside,), (tuple(out),), whole=whole, linear=ALONE, defers=True)
 
 
 def _unfold(node: Node, tensors: list[Node]) -> Rule:
     """(..., n, ...) -> (..., windows, ..., size)."""
-    source, target = shape_of(tensors[0]), result_shapes(node)[0]
-    if not source:
-        return Rule(((),), (tuple(_letters(target)),), ({},), frozenset(_letters(target)) - {ONE}, kind="layout")
-    inside, out = _windows(integer(node.args[1]), source, target)
-    return Rule((inside,), (out,), ({},), _whole_letters(inside, out), kind="layout")
+    inside, out, whole = _windows(named_arguments(node)["dimension"], shape_of(tensors[0]), shape_of(node))
+    return Rule((inside,), (out,), whole=whole, kind="layout")
 
 
 def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
     """Overlapping windows are added up, so unlike `unfold` this is no layout operator."""
-    source, target = shape_of(tensors[0]), result_shapes(node)[0]
-    if not target:
-        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear=ALONE, defers=True)
-    out, inside = _windows(integer(node.args[2]), target, source)
-    return Rule((inside,), (out,), ({},), _whole_letters(inside, out), linear=ALONE, defers=True, lower=_lower_unfold_backward)
+    out, inside, whole = _windows(named_arguments(node)["dim"], shape_of(node), shape_of(tensors[0]))
+    return Rule((inside,), (out,), whole=whole, linear=ALONE, defers=True, lower=with_local_shape("input_sizes"))
 
 
-def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    letters = _letters(long)
+def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[Dims, Dims, set[str]]:
+    """(letters of what is cut, of its windows, those that must be whole)."""
+    if not long:
+        return (), dims_of("d", cut), {*dims_of("d", cut)}
+    letters = list(dims_of("d", long))
     dim %= len(long)
     parts = [*letters[:dim], ONE if cut[dim] == 1 else "w", *letters[dim + 1 :], ONE if cut[-1] == 1 else "s"]
     letters[dim] = ONE if long[dim] == 1 else "n"
-    return tuple(letters), tuple(parts)
-
-
-def _whole_letters(inside: tuple[str, ...], out: tuple[str, ...]) -> frozenset[str]:
-    return frozenset({"n", "w", "s"} & {*inside, *out})
-
-
-def _lower_unfold_backward(local: Local) -> Node:
-    return local.emit(local.node.target, local.operands[0], list(local.out_shape(0)), *local.node.args[2:])
+    return tuple(letters), tuple(parts), {"n", "w", "s"}
 
 
 _DIMS_FIT = holds("the dims are others each, counted from 0", lambda o: len({*o["dim"]} & {*range(o["self"].dim())}) == len(o["dim"]))

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.rules.monotone import rises_in_first
-from meshc.rules.operator import IndexBound, Operator, declarations
+from meshc.rules.operator import Bounds, IndexBound, Operator, declarations
 from meshc.rules.preconditions import holds, operand, within
-from meshc.rules.rule import ALONE, Rule, dtype_of, einsum, integer, shape_of, whole_rule
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Rule, dim_of, dtype_of, einsum, integer, letters_of, shape_of, whole_rule
 
 aten = torch.ops.aten
-meshc = torch.ops.meshc
+Mask = Callable[[Local, Node], Node]
+"""Makes the mask of indices inside the rank's tile broadcast to what they read."""
 
 
-READS: dict[str, object] = {"self_masked": True, "clean": (1,), "major": frozenset("v")}
-"""Fields of rules that read rows `v` by an index, the second operand; its padding must be a valid index, zero."""
+def _read(
+    node: Node, tensors: list[Node], x: Sequence[str], index: Sequence[str], made: Sequence[str], mask: Mask, **fields: Any
+) -> Rule:  # fmt: skip
+    """The rule of a read of `v` by an index, whose padding must be a valid index, zero. Of truths there is no sum."""
+    text = f"{' '.join(x)}, {' '.join(index)} -> {' '.join(made)} +v"
+    if dtype_of(tensors[0]) == torch.bool:
+        text = text.replace(" +v", "").replace("v", "v!")
 
+    def lower(local: Local) -> Node:
+        x, index = local.operands
+        if not local.axes("v"):
+            return local.call(x, index)
+        safe, inside = inside_tile(local, index, "v")
+        read = local.call(x, safe)
+        return local.emit(aten.where.ScalarOther, mask(local, inside), read, 0.0 if node.target is aten.embedding.default else 0)
 
-def _index_letters(node: Node) -> list[str]:
-    return [f"i{k}" for k in range(len(shape_of(node)))]
+    return einsum(text, node, tensors, lower=lower, self_masked=True, clean=(1,), major={"v"}, **fields)
 
 
 def _embedding(node: Node, tensors: list[Node]) -> Rule:
-    index = " ".join(_index_letters(tensors[1]))
+    index = letters_of(tensors[1], "i")
     roles = {"d": "hidden", **({"v": "vocabulary"} if _is_given(tensors[1]) else {})}
-    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, roles=roles, **READS)
+    return _read(node, tensors, "vd", index, (*index, "d"), _mask_of_rows, roles=roles)
+
+
+def _index_letters(index: Node) -> str:
+    return " ".join(letters_of(index, "i"))
 
 
 def _is_given(index: Node) -> bool:
@@ -43,86 +58,74 @@ def _is_given(index: Node) -> bool:
     return index.op == "placeholder"
 
 
-def inside_tile(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
-    """(local index, 0 outside the rank's tile; mask of the indices inside the tile)."""
+def shifted_index(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
+    """(index less the start of the rank's tile; mask of the indices inside the tile)."""
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
     low = local.emit(aten.ge.Scalar, shifted, 0)
     high = local.emit(aten.lt.Scalar, shifted, local.count(letter))
-    inside = local.emit(aten.logical_and.default, low, high)
+    return shifted, local.emit(aten.logical_and.default, low, high)
+
+
+def inside_tile(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
+    """(local index, 0 outside the rank's tile; mask of the indices inside the tile)."""
+    shifted, inside = shifted_index(local, index, letter)
     return local.emit(aten.mul.Tensor, shifted, inside), inside
 
 
-def _lower_embedding(local: Local) -> Node:
-    weight, index = local.operands
-    if not local.axes("v"):
-        return local.emit(aten.embedding.default, weight, index)
-    safe, inside = inside_tile(local, index, "v")
-    rows = local.emit(aten.embedding.default, weight, safe)
-    return local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, inside, -1), rows, 0.0)
+def _mask_of_rows(local: Local, inside: Node) -> Node:
+    return local.emit(aten.unsqueeze.default, inside, -1)
 
 
 def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
-    letters = _index_letters(tensors[1])
-    index = " ".join(letters)
-    reduced = " ".join(f"+{letter}" for letter in letters)
+    letters = letters_of(tensors[1], "i")
+    index, reduced = " ".join(letters), " ".join(f"+{letter}" for letter in letters)
     row = f"{index} d, {index} -> v d {reduced}"
-    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"), linear=ALONE, defers=True)
+    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major={"v"}, linear=ALONE, defers=True)
 
 
 def _lower_embedding_backward(local: Local) -> Node:
     grad, index = local.operands
-    rows, padding, scale = local.node.args[2], integer(local.node.args[3]), local.node.args[4]
+    padding = named_arguments(local.node)["padding_idx"]
     if not local.axes("v"):
-        return local.emit(aten.embedding_dense_backward.default, grad, index, rows, padding, scale)
+        return local.call(grad, index)
     if padding >= 0:
         keep = local.emit(aten.ne.Scalar, index, padding)
-        grad = local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, keep, -1), grad, 0.0)
+        grad = local.emit(aten.where.ScalarOther, _mask_of_rows(local, keep), grad, 0.0)
     safe, inside = inside_tile(local, index, "v")
-    grad = local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, inside, -1), grad, 0.0)
-    return local.emit(aten.embedding_dense_backward.default, grad, safe, local.local_size("v"), -1, scale)
+    grad = local.emit(aten.where.ScalarOther, _mask_of_rows(local, inside), grad, 0.0)
+    return local.call(grad, safe, num_weights=local.local_size("v"), padding_idx=-1)
 
 
 def _take(node: Node, tensors: list[Node]) -> Rule:
-    rows = " ".join(_index_letters(tensors[1]))
+    rows = _index_letters(tensors[1])
     text = f"{rows} v, {rows} -> {rows} +v"
-    return einsum(text, node, tensors, lower=_lower_take, self_masked=True, major=frozenset("v"), roles={"v": "vocabulary"})
+    return einsum(text, node, tensors, lower=_lower_take, self_masked=True, major={"v"}, roles={"v": "vocabulary"})
 
 
 def _lower_take(local: Local) -> Node:
     x, index = local.operands
-    ignore = local.node.args[2]
     if len(local.axes("v")) > 1:  # tiles of tiles: an index after this tile is another rank's, though padding has room for it
         before = local.emit(aten.lt.Scalar, local.emit(aten.sub.Tensor, index, local.start("v")), local.count("v"))
-        index = local.emit(aten.where.ScalarOther, before, index, ignore)
-    return local.emit(meshc.take.default, x, index, ignore, local.start("v"))
+        index = local.emit(aten.where.ScalarOther, before, index, named_arguments(local.node)["ignore"])
+    return local.call(x, index, start=local.start("v"))
 
 
-def _take_backward(node: Node, tensors: list[Node]) -> Rule:
-    rows = " ".join(_index_letters(tensors[1]))
-    return einsum(f"{rows}, {rows} -> {rows} v", node, tensors, lower=_lower_take_backward, major=frozenset("v"))
+def _columns(node: Node, tensors: list[Node]) -> Rule:
+    """take_backward, one_hot: each row has one entry that is not zero, at its index."""
+    rows = _index_letters(tensors[0])
+    return einsum(f"{', '.join([rows] * len(tensors))} -> {rows} v", node, tensors, lower=_lower_columns, major={"v"})
 
 
-def _lower_take_backward(local: Local) -> Node:
-    grad, index = local.operands
-    return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
-
-
-def _one_hot(node: Node, tensors: list[Node]) -> Rule:
-    rows = " ".join(_index_letters(tensors[0]))
-    return einsum(f"{rows} -> {rows} v", node, tensors, lower=_lower_one_hot, major=frozenset("v"))
-
-
-def _lower_one_hot(local: Local) -> Node:
-    (index,) = local.operands
-    return local.emit(meshc.one_hot.default, index, local.local_size("v"), local.start("v"))
+def _lower_columns(local: Local) -> Node:
+    return local.call(*local.operands, columns=local.local_size("v"), start=local.start("v"))
 
 
 def gather_letters(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims may be split where both have one size; where the index is shorter, not."""
     shape, short = shape_of(x), shape_of(index)
-    dim = integer(node.args[1]) % len(shape)
+    dim = dim_of(node, shape)
     left = [f"a{d}" if a == b else f"x{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
-    right = [f"a{d}" if a == b else f"j{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
+    right = [letter.replace("x", "j") for letter in left]
     left[dim], right[dim] = "v", "j"
     return dim, left, right
 
@@ -132,50 +135,22 @@ def _gather(node: Node, tensors: list[Node]) -> Rule | None:
     if not shape_of(tensors[0]) or not shape_of(tensors[1]):
         return whole_rule(node, tensors)
     _, left, right = gather_letters(node, *tensors)
-    index = " ".join(right)
-    text = f"{' '.join(left)}, {index} -> {index} +v"
-    if dtype_of(tensors[0]) == torch.bool:  # no sum of truths
-        text = text.replace(" +v", "").replace("v", "v!")
-    return einsum(text, node, tensors, lower=_lower_gather, **READS)
-
-
-def _lower_gather(local: Local) -> Node:
-    x, index = local.operands
-    dim = local.node.args[1]
-    if not local.axes("v"):
-        return local.emit(aten.gather.default, x, dim, index)
-    safe, inside = inside_tile(local, index, "v")
-    return local.emit(aten.where.ScalarOther, inside, local.emit(aten.gather.default, x, dim, safe), 0)
+    return _read(node, tensors, left, right, right, lambda local, inside: inside)
 
 
 def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
-    shape = shape_of(tensors[0])
-    if not shape or shape_of(tensors[1]) == ():
+    letters = letters_of(tensors[0], "a")
+    if not letters or shape_of(tensors[1]) == ():
         return whole_rule(node, tensors)
-    dim = integer(node.args[1]) % len(shape)
-    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
-    summed = dtype_of(tensors[0]) != torch.bool
-    text = f"{before} v{'' if summed else '!'} {after}, j -> {before} j {after} {'+v' if summed else ''}"
-    return einsum(text, node, tensors, lower=_lower_index_select, **READS)
-
-
-def _lower_index_select(local: Local) -> Node:
-    x, index = local.operands
-    dim = integer(local.node.args[1])
-    if not local.axes("v"):
-        return local.emit(aten.index_select.default, x, dim, index)
-    safe, inside = inside_tile(local, index, "v")
-    rows = local.emit(aten.index_select.default, x, dim, safe)
-    rank = len(local.shape(x))
-    inside = local.emit(aten.reshape.default, inside, [-1 if d == dim % rank else 1 for d in range(rank)])
-    return local.emit(aten.where.ScalarOther, inside, rows, 0)
+    dim = dim_of(node, letters)
+    left, right = ([*letters[:dim], letter, *letters[dim + 1 :]] for letter in "vj")
+    mask = [-1 if place == dim else 1 for place in range(len(letters))]
+    return _read(node, tensors, left, ["j"], right, lambda local, inside: local.emit(aten.reshape.default, inside, mask))
 
 
 def index_tensors(node: Node) -> list[Node | None]:
     """The index tensors of x[i, None, j], by dim; None where a dim is not indexed."""
-    given = node.args[1]
-    assert isinstance(given, list | tuple)
-    return [index if isinstance(index, Node) else None for index in given]
+    return list(named_arguments(node)["indices"])
 
 
 def advanced_index_letters(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
@@ -206,35 +181,28 @@ def _index(node: Node, tensors: list[Node]) -> Rule | None:
 
 def _take_flat(node: Node, tensors: list[Node]) -> Rule:
     """aten.take: entries of x by their flat position."""
-    x = " ".join(f"x{d}!" for d in range(len(shape_of(tensors[0]))))
-    index = " ".join(_index_letters(tensors[1]))
+    x = " ".join(f"{letter}!" for letter in letters_of(tensors[0], "x"))
+    index = _index_letters(tensors[1])
     return einsum(f"{x}, {index} -> {index}", node, tensors, clean=(1,))
 
 
-def rows_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    return [IndexBound(1, 0, shape_of(tensors[0])[0])]
+def _index_bound(size: Callable[[Node, tuple[int, ...]], int], operand: int = 1, ends: bool = False) -> Bounds:
+    """Bounds of one index: from 0 to a size, by the call and the shape of its first operand; with `ends`, also from the end."""
+
+    def bounds(node: Node, tensors: list[Node]) -> list[IndexBound]:
+        high = integer(size(node, shape_of(tensors[0])))
+        return [IndexBound(operand, -high if ends else 0, high, named_arguments(node).get("ignore"))]
+
+    return bounds
 
 
-def _columns_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    return [IndexBound(1, 0, shape_of(tensors[0])[-1], integer(node.args[2]))]
+def _along(node: Node, shape: tuple[int, ...]) -> int:
+    return (shape or (1,))[named_arguments(node)["dim"]]
 
 
-def bound_along(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    shape = shape_of(tensors[0]) or (1,)
-    return [IndexBound(1, 0, shape[integer(node.args[1]) % len(shape)])]
-
-
-def bound_from_both_ends(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    return [IndexBound(bound.operand, -bound.high, bound.high) for bound in bound_along(node, tensors)]
-
-
-def _classes_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    return [IndexBound(0, 0, integer(node.args[1]))]
-
-
-def _flat_bound(node: Node, tensors: list[Node]) -> list[IndexBound]:
-    size = prod(shape_of(tensors[0]))
-    return [IndexBound(1, -size, size)]
+rows_bound = _index_bound(lambda node, shape: shape[0])
+bound_along = _index_bound(_along)
+bound_from_both_ends = _index_bound(_along, ends=True)
 
 
 def advanced_index_bounds(node: Node, tensors: list[Node]) -> list[IndexBound]:
@@ -257,10 +225,14 @@ OPERATORS = declarations({
             lambda o: within("indices", 0, operand("num_weights"))(o) if o["scale_grad_by_freq"] else None,
         ),
     ),
-    "meshc.take": Operator(_take, any_order=True, bounds=_columns_bound, ignores_outside=True, cheap=True, gathers=True),
-    "meshc.take_backward": Operator(_take_backward, any_order=True),
-    "meshc.one_hot": Operator(_one_hot, any_order=True, bounds=_classes_bound, ignores_outside=True),
-    "take": Operator(_take_flat, linear=ALONE, monotone=rises_in_first, bounds=_flat_bound),
+    "meshc.take": Operator(
+        _take, any_order=True, bounds=_index_bound(lambda node, shape: shape[-1]), ignores_outside=True, cheap=True, gathers=True
+    ),
+    "meshc.take_backward": Operator(_columns, any_order=True),
+    "meshc.one_hot": Operator(
+        _columns, any_order=True, bounds=_index_bound(lambda node, shape: named_arguments(node)["columns"], 0), ignores_outside=True
+    ),
+    "take": Operator(_take_flat, linear=ALONE, monotone=rises_in_first, bounds=_index_bound(lambda node, shape: prod(shape), ends=True)),
     "gather": Operator(_gather, linear=ALONE, monotone=rises_in_first, bounds=bound_along, gathers=True),
     "index_select": Operator(_index_select, linear=ALONE, monotone=rises_in_first, bounds=bound_along, gathers=True),
     "index.Tensor": Operator(_index, linear=ALONE, monotone=rises_in_first, bounds=advanced_index_bounds, gathers=True),

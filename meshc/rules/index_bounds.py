@@ -9,15 +9,15 @@ These are the bounds that torch's kernels check on one device: some count negati
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import records, value_of
+from meshc.ir.schemas import named_arguments
 from meshc.rules.families import operator_of
 from meshc.rules.operator import IndexBound
-from meshc.rules.rule import integer, shape_of
+from meshc.rules.rule import shape_of
 
 aten = torch.ops.aten
 
@@ -58,19 +58,12 @@ def is_within_bound(index: Node, bound: IndexBound) -> bool:
     if found.op != "call_function":
         return False
     made, result = value_of(found)
-    args: Any = made.args
-    along = operator_of(made.target).place_along
-    if along is not None and result == len(records(made)) - 1:
-        place, default = along
-        shape = shape_of(made.all_input_nodes[0]) or (1,)
-        dim = args[place] if len(args) > place else made.kwargs.get("dim", default)
-        return _is_range_within(0, prod(shape) if dim is None else shape[integer(dim) % len(shape)], bound)
-    if made.target is aten.arange.default:
-        return _is_range_within(0, args[0], bound)
-    if made.target is aten.arange.start:
-        return _is_range_within(args[0], args[1], bound)
-    if made.target is aten.arange.start_step:
-        return _is_range_within(args[0], args[1], bound) and (len(args) < 3 or args[2] > 0)
+    if operator_of(made.target).place_along and result == len(records(made)) - 1:
+        shape, dim = shape_of(made.all_input_nodes[0]) or (1,), named_arguments(made)["dim"]
+        return _is_range_within(0, prod(shape) if dim is None else shape[dim], bound)
+    if made.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        named = named_arguments(made)
+        return _is_range_within(named.get("start", 0), named["end"], bound) and named.get("step", 1) > 0
     return False
 
 

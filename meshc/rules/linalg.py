@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.operator import EITHER, Operator, Shapes, declarations
 from meshc.rules.preconditions import Operands, holds, within
-from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
 
 aten = torch.ops.aten
 MATRIX, OTHER, THIRD = "... m! n!", "... p! q!", "... r! s!"
@@ -24,28 +21,13 @@ MATRIX, OTHER, THIRD = "... m! n!", "... p! q!", "... r! s!"
 
 def _matrices(text: str) -> RuleFunction:
     """A rule by its text. Padded matrices are zero, so operators that refuse zero matrices (Cholesky without `info`) have no rule."""
-    return by_text(text, clean=range(text.count(",") + 1))
+    return by_text(text, clean=tuple(range(text.count(",") + 1)))
 
 
-def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
-    """A X = B, or X A = B with left=False."""
-    b = "... n! k" if node.kwargs.get("left", True) else "... k n!"
-    return einsum(f"{MATRIX}, {b} -> {b}", node, tensors, clean=(0,))
-
-
-def _lu_solve(node: Node, tensors: list[Node]) -> Rule:
-    b = "... n! k" if node.kwargs.get("left", True) else "... k n!"
-    return einsum(f"{MATRIX}, ... v!, {b} -> {b}", node, tensors, clean=(0, 1), lower=_lower_pivots)
-
-
-def _ormqr(node: Node, tensors: list[Node]) -> Rule:
-    """Q of a factorisation times a matrix, or the matrix times Q with left=False."""
-    other = "... r! k" if argument(node, 3, "left", True) else "... k r!"
-    return einsum(f"{MATRIX}, ... v!, {other} -> {other}", node, tensors, clean=(0, 1))
-
-
-def _ldl_solve(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"{MATRIX}, ... v!, ... n! k -> ... n! k", node, tensors, clean=(0, 1), lower=_lower_ldl_solve)
+def _beside(text: str, **fields: Any) -> RuleFunction:
+    """A rule by its text, where `side` is B of A X = B, or of X A = B with left=False; likewise what a matrix multiplies."""
+    sides = {True: "... n! k", False: "... k n!"}
+    return lambda node, tensors: einsum(text.replace("side", sides[named_arguments(node)["left"]]), node, tensors, **fields)
 
 
 def _lower_ldl_solve(local: Local) -> Node:
@@ -73,8 +55,7 @@ def _solve_ex(node: Node, tensors: list[Node]) -> Rule | None:
     a, b = (shape_of(tensor) for tensor in tensors)
     if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]):
         return einsum(f"{MATRIX}, ... n! -> ... n! | {OTHER} | ... v! | ...", node, tensors, clean=(0, 1))
-    side = "... n! k" if node.kwargs.get("left", True) else "... k n!"
-    return einsum(f"{MATRIX}, {side} -> {side} | {OTHER} | ... v! | ...", node, tensors, clean=(0,))
+    return _beside(f"{MATRIX}, side -> side | {OTHER} | ... v! | ...", clean=(0,))(node, tensors)
 
 
 def _pinv(node: Node, tensors: list[Node]) -> Rule:
@@ -83,10 +64,8 @@ def _pinv(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _cross(node: Node, tensors: list[Node]) -> Rule:
-    rank = len(result_shapes(node)[0])
-    dim = node.kwargs.get("dim", -1)
-    assert isinstance(dim, int)
-    return replace(pointwise(node, tensors), whole=frozenset({f"*{dim % rank}"}))
+    found = pointwise(node, tensors)
+    return replace(found, whole={found.results[0][named_arguments(node)["dim"]]})
 
 
 # Flops of whole matrices, with vectors where an operator has them: Golub, Van Loan: Matrix Computations, tables of chapters 3, 5 and 8.
@@ -145,18 +124,23 @@ OPERATORS = declarations({
     "cholesky_solve": Operator(_matrices(f"... n! k, {MATRIX} -> ... n! k"), linear=ALONE),
     "triangular_solve": Operator(_matrices(f"... n! k, {MATRIX} -> ... n! k | {OTHER}")),
     "linalg_solve_triangular": Operator(
-        _solve_triangular, linear=((1,),), flops=lambda node, shapes: prod(shapes[0]) * shapes[1][-1], arithmetic="factorization"
+        _beside(f"{MATRIX}, side -> side", clean=(0,)),
+        linear=((1,),),
+        flops=lambda node, shapes: prod(shapes[0]) * shapes[1][-1],
+        arithmetic="factorization",
     ),
     "linalg_lu_solve": Operator(
-        _lu_solve,
+        _beside(f"{MATRIX}, ... v!, side -> side", clean=(0, 1), lower=_lower_pivots),
         linear=((2,),),
         preconditions=(
             holds("there is a pivot for each row", lambda o: o["pivots"].shape == o["LU"].shape[:-1]),
             within("pivots", 1, lambda o: int(o["LU"].shape[-1]) + 1),
         ),
     ),
-    "linalg_ldl_solve": Operator(_ldl_solve, preconditions=(_pivot_fault,)),
-    "ormqr": Operator(_ormqr),
+    "linalg_ldl_solve": Operator(
+        by_text(f"{MATRIX}, ... v!, ... n! k -> ... n! k", clean=(0, 1), lower=_lower_ldl_solve), preconditions=(_pivot_fault,)
+    ),
+    "ormqr": Operator(_beside(f"{OTHER}, ... v!, side -> side", clean=(0, 1))),
     "lu_unpack": Operator(
         _lu_unpack,
         preconditions=(

@@ -8,22 +8,17 @@ Capture decomposes the entry-wise losses, so their rules are for programs that n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from meshc.ir.schemas import argument_names, named_arguments, place_of
+from meshc.ir.schemas import named_arguments
 from meshc.ops import ctc as _ctc_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, holds, like, same_dtype, size, within
-from meshc.rules.rule import ONE, Rule, by_text, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Local, Rule, broadcast_dims, by_text, integer, shape_of
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
@@ -32,26 +27,19 @@ NONE, MEAN = 0, 1
 
 
 def reduction_of(node: Node) -> int:
-    found = named_arguments(node)["reduction"]
-    assert isinstance(found, int)
-    return found
+    return integer(named_arguments(node)["reduction"])
 
 
 def loss(node: Node, tensors: list[Node]) -> Rule:
     """Operands broadcast. Padding is masked in an operand that has all letters; without one, the letters of a sum are whole."""
     shapes = [shape_of(tensor) for tensor in tensors]
     shape = torch.broadcast_shapes(*shapes)
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-
-    def dims(operand: tuple[int, ...]) -> tuple[str, ...]:
-        shift = len(shape) - len(operand)
-        return tuple(ONE if size == 1 and shape[shift + i] != 1 else letters[shift + i] for i, size in enumerate(operand))
-
-    operands = tuple(map(dims, shapes))
+    letters = tuple(f"d{dim}" for dim in range(len(shape)))
+    operands = tuple(broadcast_dims(each, shape, letters) for each in shapes)
     clean = (0, 1) if node.target is aten.binary_cross_entropy.default else ()  # its kernel refuses what is no probability
     if reduction_of(node) == NONE:
-        return Rule(operands, (letters,), ({},), clean=clean)
-    whole = frozenset() if letters in operands else frozenset(letters)
+        return Rule(operands, (letters,), clean=clean)
+    whole = set() if letters in operands else set(letters)
     return Rule(operands, ((),), (dict.fromkeys(letters, "sum"),), whole, lower=_lower_loss, self_masked=True, clean=clean)
 
 
@@ -59,22 +47,13 @@ def _lower_loss(local: Local) -> Node:
     letters = list(local.rule.sums[0])
     if not any(local.axes(letter) for letter in letters):
         return local.call(*local.operands)
-    node, rest = local.node, iter(local.operands)
-    args = [next(rest) if isinstance(item, Node) else item for item in node.args]
-    kwargs = {name: next(rest) if isinstance(item, Node) else item for name, item in node.kwargs.items()}
-    place = place_of(node, "reduction")
-    made = local.emit(node.target, *args[:place], **{**kwargs, "reduction": NONE}, **_rest(node, args, place))
+    made = local.call(*local.operands, reduction=NONE)
     largest = local.rule.operands.index(tuple(letters))
     for letter in letters:
         made = local.neutralise(made, letter, 0.0, largest)
     total = local.emit(aten.sum.default, made)
     size = prod(local.global_size(letter) for letter in letters)
-    return local.emit(aten.mul.Tensor, total, 1 / size) if reduction_of(node) == MEAN else total
-
-
-def _rest(node: Node, args: Sequence[object], place: int) -> dict[str, object]:
-    """The arguments after `reduction` (a delta, a beta), by name."""
-    return dict(zip(argument_names(node.target)[place + 1 :], args[place + 1 :], strict=False))
+    return local.emit(aten.mul.Tensor, total, 1 / size) if reduction_of(local.node) == MEAN else total
 
 
 def _lengths(o: Operands, name: str) -> Tensor:

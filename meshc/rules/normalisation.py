@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import operator
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, holds, like, same_dtype
-from meshc.rules.rule import ALONE, Rule, einsum, integers, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Rule, einsum, integers, shape_of
 
 aten = torch.ops.aten
 

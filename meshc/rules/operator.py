@@ -47,6 +47,9 @@ class IndexBound:
     ignore: int | None = None
 
 
+Bounds = Callable[[Node, list[Node]], list[IndexBound]]
+
+
 @dataclass(frozen=True)
 class Operator:
     """What an operator is.
@@ -66,7 +69,7 @@ class Operator:
     any_order        its lowering uses the start of a tile along `major` letters only, or not at all, so positions may have any order
     bounds           valid ranges of the indices by which a call reads or writes
     ignores_outside  it ignores an index out of range, split or not
-    place_along      where the last result is a position along a dim: (position of the argument `dim`, its default; None: all dims)
+    place_along      the last result is a position along the argument `dim`; None: along all dims
     moves            its results hold only integers of its first operand (`cat`: of all its operands)
     preconditions    what must hold of a call's operands because its kernel does not check them, asked in this order (`preconditions.py`)
     flops            multiplications and additions of a call, by the shapes of its operands; None: not counted
@@ -89,9 +92,9 @@ class Operator:
     reduction: str = ""
     of_shape: tuple[str, ...] = ()
     any_order: bool = False
-    bounds: Callable[[Node, list[Node]], list[IndexBound]] | None = None
+    bounds: Bounds | None = None
     ignores_outside: bool = False
-    place_along: tuple[int, int | None] | None = None
+    place_along: bool = False
     moves: bool = False
     preconditions: tuple[Precondition, ...] = ()
     flops: Callable[[Node, Shapes], float] | None = None

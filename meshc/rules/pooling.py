@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -22,10 +21,7 @@ from meshc.ir.window import Window
 from meshc.private import OpOverload
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, Precondition, elements, gives, holds, leading, like, same_dtype, within
-from meshc.rules.rule import ALONE, Made, Rule, dtype_of, einsum, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Made, Rule, dtype_of, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 

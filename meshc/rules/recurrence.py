@@ -10,33 +10,31 @@ Backward does so from the other end, with g in place of h, and also gathers the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from meshc.ir.functions import Target
+from meshc.ir.schemas import named_arguments
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument
-from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum, integer, shape_of
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, letters_of
+from meshc.rules.scan import on_side
 from meshc.rules.turns import call_in_turns, join_turns, turn_rule
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
 
 def _letters(tensor: Node, dim: int) -> tuple[str, str]:
-    letters = [f"d{i}" for i in range(len(shape_of(tensor)))]
+    letters = letters_of(tensor)
     return " ".join(letters), letters[dim]
 
 
 def _forward(node: Node, tensors: list[Node]) -> Rule | None:
     if len(tensors) != 2:
         return None
-    dim = integer(argument(node, 3, "dim", 0))
+    dim = named_arguments(node)["dim"]
     dims, letter = _letters(tensors[0], dim)
     return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_step_fields(dims, letter))
 
@@ -44,7 +42,7 @@ def _forward(node: Node, tensors: list[Node]) -> Rule | None:
 def _backward(node: Node, tensors: list[Node]) -> Rule | None:
     if len(tensors) != 3:
         return None
-    dim = integer(argument(node, 5, "dim", 0))
+    dim = named_arguments(node)["dim"]
     dims, letter = _letters(tensors[0], dim)
     text = f"{dims}, {dims}, {dims} -> {dims} | {dims}"
     return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_step_fields(dims, letter))
@@ -52,7 +50,7 @@ def _backward(node: Node, tensors: list[Node]) -> Rule | None:
 
 def _step_fields(dims: str, letter: str) -> dict[str, Any]:
     others = tuple(each for each in dims.split() if each != letter)
-    return {"self_masked": True, "major": frozenset({letter}), "steps": RecurrentLetter(letter, others, joins=True)}
+    return {"self_masked": True, "major": {letter}, "steps": RecurrentLetter(letter, others, joins=True)}
 
 
 def _lower(local: Local, letter: str, dim: int) -> Node:
@@ -64,7 +62,7 @@ def _lower(local: Local, letter: str, dim: int) -> Node:
     if local.turns is not None:
         return _in_turns(local, axes, dim, False, meshc.recurrence_turn.default, (a, b), 1)[0]
     products, ends = _gather_ends(local, axes, dim, *_end(local, a, b, dim, False))
-    return local.emit(meshc.recurrence.default, a, b, _state_after(local, axes, dim, products, ends, aten.lt.Scalar), dim)
+    return local.emit(meshc.recurrence.default, a, b, _state_after(local, axes, dim, products, ends, False), dim)
 
 
 def _lower_backward(local: Local, letter: str, dim: int) -> Made:
@@ -79,8 +77,8 @@ def _lower_backward(local: Local, letter: str, dim: int) -> Made:
             return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
         product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
         products, ends, starts, lasts = _gather_ends(local, axes, dim, product, end, *_last(local, h, letter, dim))
-        after = _state_after(local, axes, dim, products, ends, aten.gt.Scalar)
-        before = _state_after(local, axes, dim, starts, lasts, aten.lt.Scalar)
+        after = _state_after(local, axes, dim, products, ends, True)
+        before = _state_after(local, axes, dim, starts, lasts, False)
         made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
     return [local.item(made, 0), local.item(made, 1)]
 
@@ -101,7 +99,7 @@ def _state_before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: 
     if real is h:
         return local.hand_on(_at_end(local, h, dim), axes, dim, False)
     starts, lasts = _gather_ends(local, axes, dim, *_as_steps(local, h, real, letter, dim))
-    return _state_after(local, axes, dim, starts, lasts, aten.lt.Scalar)
+    return _state_after(local, axes, dim, starts, lasts, False)
 
 
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
@@ -134,14 +132,11 @@ def _gather_ends(local: Local, axes: Sequence[str], dim: int, *each: Node) -> li
     return [local.emit(aten.select.int, found, 0, index) for index in range(len(each))]
 
 
-def _state_after(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
-    """The state after the steps of the ranks on one side of this one; the others' steps are the identity."""
-    shape = local.shape(ends)
-    places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))
-    there = local.emit(side, places, local.index(axes))
-    there = local.emit(aten.reshape.default, there, [1] * dim + [shape[dim]] + [1] * (len(shape) - dim - 1))
+def _state_after(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, back: bool) -> Node:
+    """The state after the steps of the ranks before this one, or with `back` behind it; the others' steps are the identity."""
+    there = on_side(local, ends, axes, back, dim)
     a, b = (local.emit(aten.where.ScalarOther, there, x, fill) for x, fill in ((products, 1.0), (ends, 0.0)))
-    return _end(local, a, b, dim, side is aten.gt.Scalar)[1]
+    return _end(local, a, b, dim, back)[1]
 
 
 OPERATORS = declarations({

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -18,15 +17,12 @@ from meshc.ops import upsample as _upsample_operators  # noqa: F401 - registers 
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.pooling import cells_fit
-from meshc.rules.rule import ALONE, Rule, einsum, integers, result_shapes, shape_of
+from meshc.rules.rule import ALONE, Local, Rule, einsum, integers, result_shapes, shape_of
 from meshc.rules.spatial import scale_fault
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
-Lower = Callable[["Local"], object]
+Lower = Callable[[Local], object]
 
 
 def _lead(shape: tuple[int, ...], count: int) -> list[str]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -32,10 +31,7 @@ from meshc.ir.sizes import Size
 from meshc.ops import attention as _attention  # noqa: F401 - registers it
 from meshc.ops import attention_join as _join  # noqa: F401 - likewise
 from meshc.rules.operator import Shapes
-from meshc.rules.rule import integer
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Extents, Local, integer
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -56,12 +52,12 @@ def mask_of(node: Node) -> tuple[bool, object, int, int]:
     return bool(causal), scale, integer(window), integer(offset)
 
 
-def draws_of(local: Local, back: int) -> dict[str, object]:
+def draws_of(local: Local, back: int) -> Extents:
     """The tile of dropped weights, as arguments: of the rank's queries and, where keys are split, of those of the rank `back` places before
     this one. Empty where nothing is dropped."""
     if named_arguments(local.node)["seed_step"] is None:
         return {}
-    return dict(zip(("global_shape", "local_shape", "offsets"), local.weights_drawn("b h q k".split(), {"k": back}), strict=True))
+    return local.weights_drawn("bhqk", {"k": back})
 
 
 class Ring:

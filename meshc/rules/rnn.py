@@ -7,7 +7,6 @@ h, so h is whole.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -16,16 +15,13 @@ from meshc.ir import is_getitem
 from meshc.ops import rnn as _operators  # noqa: F401 - registers them
 from meshc.rules.contraction import product_flops
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Made, RecurrentLetter, Rule, einsum
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum
 from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
 
 meshc = torch.ops.meshc
 
 H, STATE = "t b h!", "s! b h!"
-HOW = {"self_masked": True, "major": frozenset("t"), "steps": RecurrentLetter("t", ("b",), joins=False)}
+HOW = {"self_masked": True, "major": {"t"}, "steps": RecurrentLetter("t", ("b",), joins=False)}
 
 
 def _forward(node: Node, tensors: list[Node]) -> Rule:

@@ -14,7 +14,6 @@ ranks (`meshc/ops/expert_copies.py`): each rank contributes the rows of its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -30,10 +29,8 @@ from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
 from meshc.rules.contraction import WEIGHT, product_flops
 from meshc.rules.index import inside_tile
 from meshc.rules.operator import EITHER, Operator, Shapes, declarations
-from meshc.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, integer, shape_of
+from meshc.rules.scan import gather_rows, on_side
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -41,7 +38,7 @@ EXPERTS = {"q": "experts", "g": "experts"}
 
 
 def _choices(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True, major=frozenset("q"))
+    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True, major={"q"})
 
 
 def _lower_choices(local: Local) -> Node:
@@ -84,7 +81,7 @@ def _lower_outer(local: Local) -> Node:
 
 def _copies(node: Node, tensors: list[Node]) -> Rule:
     text = "e ..., q! n! -> q! n! ... +e"
-    return einsum(text, node, tensors, lower=_lower_copies, self_masked=True, clean=(1,), major=frozenset("e"), linear=ALONE)
+    return einsum(text, node, tensors, lower=_lower_copies, self_masked=True, clean=(1,), major={"e"}, linear=ALONE)
 
 
 def _lower_copies(local: Local) -> Node:
@@ -94,7 +91,7 @@ def _lower_copies(local: Local) -> Node:
 
 def _sum_copies(node: Node, tensors: list[Node]) -> Rule:
     text = "q! n! ..., q! n! -> e ..."
-    return einsum(text, node, tensors, lower=_lower_sum_copies, clean=(1,), major=frozenset("e"), linear=ALONE, defers=True)
+    return einsum(text, node, tensors, lower=_lower_sum_copies, clean=(1,), major={"e"}, linear=ALONE, defers=True)
 
 
 def _lower_sum_copies(local: Local) -> Node:
@@ -165,7 +162,7 @@ def _mask_choices(local: Local, *letters: str) -> Node:
 
 
 def _first(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b s k!, b e! -> b s k!", node, tensors, lower=_lower_first, self_masked=True, major=frozenset({"s"}))
+    return einsum("b s k!, b e! -> b s k!", node, tensors, lower=_lower_first, self_masked=True, major={"s"})
 
 
 def _lower_first(local: Local) -> Node:
@@ -173,11 +170,8 @@ def _lower_first(local: Local) -> Node:
     chosen, before, axes = _mask_choices(local, "s"), local.neutralise(local.operands[1], "b", 0, 1), local.axes("s")
     if axes:
         mine = local.emit(meshc.counts_of_rows.default, chosen, local.shape(before)[1])
-        totals = local.all_gather(local.emit(aten.unsqueeze.default, mine, 0), axes, 0)
-        count = local.shape(totals)[0]
-        places = local.emit(aten.arange.default, count, dtype=torch.int64, device=torch.device("cpu"))
-        earlier = local.emit(aten.reshape.default, local.emit(aten.lt.Scalar, places, local.index(axes)), [count, 1, 1])
-        totals = local.emit(aten.where.ScalarOther, earlier, totals, 0)
+        totals = gather_rows(local, mine, axes)
+        totals = local.emit(aten.where.ScalarOther, on_side(local, totals, axes), totals, 0)
         before = local.emit(aten.add.Tensor, before, local.emit(aten.sum.dim_IntList, totals, [0]))
     return local.emit(meshc.first_choices.default, chosen, before, *local.node.args[2:4], _module_path(local))
 

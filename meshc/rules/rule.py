@@ -10,23 +10,26 @@ Letters are local to one operator. A letter may stand for a dim that is a produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import records, value_of
+from meshc.ir.functions import Target
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
 
 Dims = tuple[str, ...]
 Made = Node | Sequence[Node | None]
 """Result of `lower`: a node for each result, None for one that nobody reads."""
 ONE = "_"
+Extents = Mapping[str, Sequence[Node | int]]
+"""The arguments `global_shape`, `local_shape` and `offsets` of an operator that works by global index."""
+CPU: Final = torch.device("cpu")
 Positions = tuple[tuple[int, ...], ...]
 ALONE: Final[Positions] = ((0,),)
 """`linear` of an operator that is linear in its first operand."""
@@ -109,7 +112,7 @@ class Rule:
     """Letters of one operator instance.
 
     kind     compute: shards its letters by the plan; layout: computes nothing, has no preference; carry: keeps a split that operands share
-    sums     for each result, letters whose sharding leaves that result partial, with the reduction
+    sums     for each result, letters whose sharding leaves that result partial, with the reduction; (): there are none
     whole    letters that may not be sharded
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,
              `linear` and `defers` are those of the operator's record (`operator.py`)
@@ -133,7 +136,7 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sums: tuple[dict[str, str], ...] = ()
-    whole: frozenset[str] = frozenset()
+    whole: AbstractSet[str] = frozenset()
     relations: tuple[Relation, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     kind: str = "compute"
@@ -146,10 +149,10 @@ class Rule:
     shrinks: bool = False
     self_masked: bool = False
     clean: tuple[int, ...] = ()
-    major: frozenset[str] = frozenset()
+    major: AbstractSet[str] = frozenset()
     settles: bool = False
     accumulates: bool = False
-    zigzag: frozenset[str] = frozenset()
+    zigzag: AbstractSet[str] = frozenset()
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
     rings: Mapping[str, RingLetter] = field(default_factory=dict)
     steps: RecurrentLetter | None = None
@@ -168,6 +171,122 @@ class Rule:
     def adds(self) -> bool:
         """Whether one reduction of the result may replace a reduction of each operand."""
         return self.defers and any(len(positions) > 1 for positions in self.linear)
+
+
+class Local(Protocol):
+    """One operator during lowering: calls are emitted into the per-rank graph, in the place of the operator.
+
+    operands          per-rank nodes in the required shardings, in the order of the operator's tensor arguments
+    node              the operator in the global graph: its other arguments, its global shapes
+    rule              the operator's rule
+    reordered_values  reordered values, memoised over all operators: (value, order) -> reordered value
+    uses_zigzag       whether the ring uses zigzag order, in which every rank has equal work
+    is_in_zigzag      whether the operands are in zigzag order already, and the results must be
+    turns             the turns in which ranks run their tiles; None: at once, where the rule joins tiles, else in turns of all rows
+    parts             number of parts of the rows in turns; 1 by default
+    """
+
+    operands: list[Node]
+    node: Node
+    rule: Rule
+    reordered_values: MutableMapping[tuple[Node, object], Node]
+    uses_zigzag: bool
+    is_in_zigzag: bool
+    turns: Turns | None
+    parts: int
+
+    def emit(self, target: Target, *args: object, **kwargs: object) -> Node:
+        """Emits a call of an operator on local values and returns its result."""
+
+    def call(self, *operands: Node, **changed: object) -> Node:
+        """The operator itself on these operands, with its other arguments unchanged, but for positional ones that are given by name."""
+
+    def item(self, value: Node, index: int) -> Node:
+        """One result of a call with several results."""
+
+    def shape(self, x: Node) -> tuple[int, ...]:
+        """Local shape of a value, padding included."""
+
+    def dtype(self, x: Node) -> torch.dtype: ...
+
+    def out_shape(self, index: int) -> tuple[int, ...]:
+        """Local shape of a result of the operator, padding included."""
+
+    def letters(self) -> set[str]:
+        """The letters of the rule that stand for a dim of this call."""
+
+    def axes(self, letter: str) -> tuple[str, ...]:
+        """The axes that split a letter."""
+
+    def global_size(self, letter: str) -> int: ...
+
+    def local_size(self, letter: str) -> int:
+        """Positions of a tile of the letter, padding included."""
+
+    def has_whole_groups(self, letter: str, count: int) -> bool:
+        """Whether each group of `count` consecutive positions of a letter is on one rank, without padding in between."""
+
+    def start(self, letter: str, back: int = 0) -> Node | int:
+        """Global index of the first position of a tile: this rank's, or that of the rank `back` places before it in the ring.
+        Only the major factor of the letter may be split, and for `back` only by one axis."""
+
+    def count(self, letter: str, back: int = 0) -> Node | int:
+        """Number of positions of that tile without padding."""
+
+    def positions(self, letter: str, dtype: torch.dtype = torch.int64, device: torch.device = CPU) -> Node:
+        """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
+
+    def tiles(self, index: int) -> Extents:
+        """Result `index`, with a dim for each factor, for random draws."""
+
+    def tile(self, letters: Sequence[str]) -> Extents:
+        """The rank's tile of these letters, with a dim for each factor."""
+
+    def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> Extents:
+        """The same for a random draw with a dim for each of these letters; for a letter in `back`, the tile of the rank that many places
+        before this one."""
+
+    def index(self, axes: Sequence[str]) -> Node:
+        """This rank's index among the tiles of `axes`."""
+
+    def ranks(self, axes: Sequence[str]) -> int:
+        """Number of tiles: the product of the sizes of `axes`."""
+
+    def place(self, axis: str, back: int) -> Node:
+        """The coordinate on an axis of the rank `back` places before this one in the ring."""
+
+    def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
+        """The x of the rank `steps` places before this one in the ring."""
+
+    def reorder_tiles(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
+        """Converts x from natural to zigzag order along a dim; with `home`, from zigzag to natural order."""
+
+    def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
+        """The x of the rank before this one along the axes, zeros on the first; with `back`, of the rank behind it, zeros on the last.
+        x has size 1 along `dim`."""
+
+    def keep_end(self, x: Node, axes: Sequence[str], back: bool) -> Node:
+        """x on the last rank along the axes (with `back`, on the first), zeros elsewhere."""
+
+    def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node: ...
+
+    def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
+        """Concatenation of every tile's x along `dim`, in the order of the tiles."""
+
+    def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
+        """x on coordinate 0 of the axes, zeros elsewhere."""
+
+    def neutralise(self, x: Node, letter: str, value: float, index: int = 0) -> Node:
+        """x with its padding along a letter replaced by `value`; x has the shape of operand `index`."""
+
+    def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
+        """The window of `dim` that the rank's tile of `letter` reads, with `fill` beyond the ends. x if nothing is split."""
+
+    def sum_of_windows(self, x: Node, dim: int, letter: str) -> Node:
+        """The transpose of `window`: the rank's tile of the sum of all ranks' windows, which overlap. x if nothing is split."""
+
+    def window_start(self, letter: str) -> Node | int:
+        """Global start of the rank's tile times the stride: the start of its window, less the window's offset."""
 
 
 RuleFunction = Callable[[Node, list[Node]], Rule | None]
@@ -195,6 +314,21 @@ def integers(argument: object) -> list[int]:
     """An argument that is a list of numbers."""
     assert isinstance(argument, list | tuple)
     return [integer(item) for item in argument]
+
+
+def dim_of(node: Node, dims: Sized) -> int:
+    """The argument `dim` of a call as an index into a shape, or into its letters, from 0."""
+    return integer(named_arguments(node)["dim"]) % len(dims)
+
+
+def letters_of(value: Node, prefix: str = "d") -> Dims:
+    """A letter for each dim of a value, or of the first result of a call: d0, d1, ..."""
+    return tuple(f"{prefix}{dim}" for dim in range(len(shape_of(value))))
+
+
+def dims_of(prefix: str, shape: Sequence[int]) -> Dims:
+    """A letter for each dim, but for those of size 1."""
+    return tuple(ONE if size == 1 else f"{prefix}{dim}" for dim, size in enumerate(shape))
 
 
 def result_shapes(node: Node) -> list[tuple[int, ...]]:
@@ -257,34 +391,48 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
     results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
     for _ in range(2):  # the sizes of all letters come first, so that a dim of size 1 that broadcasts is recognised
         operands = tuple(dims(tokens, shape_of(tensor)) for tokens, tensor in zip(operand_texts, tensors, strict=True))
-    return Rule(operands, results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
+    return Rule(operands, results, tuple(sums), whole, sizes=sizes, **changes)
 
 
-def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
-    """A rule function with the same text for all calls."""
-    return lambda node, tensors: einsum(text, node, tensors, clean=tuple(clean), roles=roles or {})
+def by_text(text: str, **fields: Any) -> RuleFunction:
+    """A rule function with the same text, and the same fields of `Rule`, for all calls."""
+    return lambda node, tensors: einsum(text, node, tensors, **fields)
+
+
+def count_once(local: Local, x: Node) -> Node:
+    """x on the first rank along the axes over which the result is partial, zeros on the others."""
+    return local.keep_first(x, [axis for letter in local.rule.sums[0] for axis in local.axes(letter)])
+
+
+def draw(local: Local) -> Node:
+    """A lowering to the operator itself on its tile of a result that it draws by global index."""
+    return local.call(*local.operands, **local.tiles(0))
+
+
+def with_local_shape(name: str) -> Callable[[Local], Node]:
+    """A lowering to the operator itself, with the local shape of its result as argument `name`."""
+    return lambda local: local.call(*local.operands, **{name: list(local.out_shape(0))})
 
 
 def whole_rule(node: Node, tensors: Sequence[Node]) -> Rule:
     """A rule with all dims whole: for calls on scalars of operators whose rule needs a dim."""
     operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))
     results = tuple(tuple(f"y{k}.{d}" for d in range(len(shape))) for k, shape in enumerate(result_shapes(node)))
-    whole = frozenset(letter for dims in (*operands, *results) for letter in dims)
-    return Rule(operands, results, ({},) * len(results), whole)
+    return Rule(operands, results, whole={letter for dims in (*operands, *results) for letter in dims})
 
 
 def _lead(count: int) -> list[str]:
     return [f"*{index}" for index in range(count)]
 
 
+def broadcast_dims(operand: Sequence[int], shape: Sequence[int], letters: Dims) -> Dims:
+    """The dims of an operand that broadcasts to a shape of these letters."""
+    shift = len(shape) - len(operand)
+    return tuple(ONE if size == 1 and shape[shift + i] != 1 else letters[shift + i] for i, size in enumerate(operand))
+
+
 def pointwise(node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
     """The rule of a pointwise operator, whose operands broadcast to the result."""
-    (shape,) = result_shapes(node)[:1]
-    letters = [f"*{index}" for index in range(len(shape))]
-
-    def dims(operand: tuple[int, ...]) -> Dims:
-        shift = len(shape) - len(operand)
-        return tuple(ONE if size == 1 and shape[shift + i] != 1 else letters[shift + i] for i, size in enumerate(operand))
-
-    results = tuple(tuple(letters) for _ in result_shapes(node))
-    return Rule(tuple(dims(shape_of(t)) for t in tensors), results, tuple({} for _ in results), **changes)
+    shapes = result_shapes(node)
+    letters = tuple(_lead(len(shapes[0])))
+    return Rule(tuple(broadcast_dims(shape_of(t), shapes[0], letters) for t in tensors), (letters,) * len(shapes), **changes)

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
+from meshc.ir import records
 from meshc.ir.functions import Target
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, Made, Rule, RuleFunction, dtype_of, integer, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, CPU, Local, Made, Rule, RuleFunction, dim_of, dtype_of, letters_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
-Fold = Callable[["Local", Node], Node]
+Fold = Callable[[Local, Node], Node]
 """(local, totals) -> reduction of `totals` over dim 0."""
 
 
@@ -31,24 +27,29 @@ def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleF
     `back`: a scan from the end, so of the tiles behind.
     """
 
-    def rule(node: Node, tensors: list[Node]) -> Rule:
-        shape = shape_of(tensors[0])
-        letters = tuple(f"d{i}" for i in range(len(shape)))
-        if not shape:
-            return Rule((letters,), (letters,), ({},))
-        letter = letters[integer(argument(node, 1, "dim", 0)) % len(shape)]
-        return Rule((letters,), (letters,), ({},), lower=lambda local: _lower(local, letter), self_masked=True, major=frozenset({letter}))
-
-    def _lower(local: Local, letter: str) -> Node:
-        (x,) = local.operands
-        axes, dim = local.axes(letter), int(letter[1:])
-        if not axes:
-            return local.call(x)
-        mine = local.call(local.neutralise(x, letter, neutral))
-        totals = _totals(local, mine, axes, dim, back)
+    def lower(local: Local, letter: str, axes: Sequence[str]) -> Node:
+        mine = local.call(local.neutralise(local.operands[0], letter, neutral))
+        totals = _totals(local, mine, axes, int(letter[1:]), back)
         # an int for integer totals: a float would change their dtype
         value = neutral if local.dtype(totals).is_floating_point or local.dtype(totals).is_complex else int(neutral)
-        return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, _before(local, totals, axes, back), totals, value)))
+        return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, on_side(local, totals, axes, back), totals, value)))
+
+    return _scan_rule(lower)
+
+
+def _scan_rule(lower: Callable[[Local, str, Sequence[str]], Made]) -> RuleFunction:
+    """The rule of a scan; `lower` gets the letter along which it goes and the axes that split it."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        letters, count = letters_of(tensors[0]), len(records(node))
+        if not letters:
+            return Rule((letters,), (letters,) * count)
+        letter = letters[dim_of(node, letters)]
+        return Rule((letters,), (letters,) * count, lower=lambda local: _lower(local, letter), self_masked=True, major={letter})
+
+    def _lower(local: Local, letter: str) -> Made:
+        axes = local.axes(letter)
+        return lower(local, letter, axes) if axes else local.call(*local.operands)
 
     return rule
 
@@ -56,16 +57,19 @@ def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleF
 def _totals(local: Local, scanned: Node, axes: Sequence[str], dim: int, back: bool = False) -> Node:
     """The total of each tile, gathered along a new first dim."""
     at = 0 if back else local.shape(scanned)[dim] - 1
-    last = local.emit(aten.slice.Tensor, scanned, dim, at, at + 1)
-    return local.all_gather(local.emit(aten.unsqueeze.default, last, 0), axes, 0)
+    return gather_rows(local, local.emit(aten.slice.Tensor, scanned, dim, at, at + 1), axes)
 
 
-def _before(local: Local, totals: Node, axes: Sequence[str], back: bool = False) -> Node:
-    """Mask of the totals of tiles before this one, or with `back` behind it."""
-    count = local.shape(totals)[0]
-    places = local.emit(aten.arange.default, count, dtype=torch.int64, device=torch.device("cpu"))
-    before = local.emit((aten.gt if back else aten.lt).Scalar, places, local.index(axes))
-    return local.emit(aten.reshape.default, before, [count] + [1] * (len(local.shape(totals)) - 1))
+def gather_rows(local: Local, x: Node, axes: Sequence[str]) -> Node:
+    """Every rank's x along a new first dim."""
+    return local.all_gather(local.emit(aten.unsqueeze.default, x, 0), axes, 0)
+
+
+def on_side(local: Local, gathered: Node, axes: Sequence[str], back: bool = False, dim: int = 0) -> Node:
+    """Mask of what is gathered along a dim from the ranks before this one, or with `back` behind it."""
+    shape = [size if place == dim else 1 for place, size in enumerate(local.shape(gathered))]
+    places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=CPU)
+    return local.emit(aten.reshape.default, local.emit((aten.gt if back else aten.lt).Scalar, places, local.index(axes)), shape)
 
 
 def _sum(local: Local, totals: Node) -> Node:
@@ -80,30 +84,15 @@ def _logsumexp(local: Local, totals: Node) -> Node:
     return local.emit(aten.logsumexp.default, totals, [0])
 
 
-def _extreme(node: Node, tensors: list[Node]) -> Rule:
+def _lower_extreme(local: Local, letter: str, axes: Sequence[str]) -> Made:
     """cummax and cummin: (value, index). Of equal values the last counts, so an earlier tile's is used only if it is better."""
-    shape = shape_of(tensors[0])
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-    if not shape:
-        return Rule((letters,), (letters, letters), ({}, {}))
-    letter = letters[integer(argument(node, 1, "dim", 0)) % len(shape)]
-    return Rule(
-        (letters,), (letters, letters), ({}, {}), lower=lambda local: _lower_extreme(local, letter), self_masked=True,
-        major=frozenset({letter}),
-    )  # fmt: skip
-
-
-def _lower_extreme(local: Local, letter: str) -> Made:
-    (x,) = local.operands
-    axes, dim = local.axes(letter), int(letter[1:])
-    if not axes:
-        return local.call(x)
+    (x,), dim = local.operands, int(letter[1:])
     largest = local.node.target is aten.cummax.default
     worst = _worst(local.dtype(x), largest)
     scanned = local.call(local.neutralise(x, letter, worst))
     value, place = local.item(scanned, 0), local.emit(aten.add.Tensor, local.item(scanned, 1), local.start(letter))
     values, places = (_totals(local, one, axes, dim) for one in (value, place))
-    found = local.emit(local.node.target, local.emit(aten.where.ScalarOther, _before(local, values, axes), values, worst), 0)
+    found = local.emit(local.node.target, local.emit(aten.where.ScalarOther, on_side(local, values, axes), values, worst), 0)
     count = local.shape(values)[0]
     peak, tile = (local.emit(aten.slice.Tensor, local.item(found, index), 0, count - 1, count) for index in range(2))
     its = local.emit(aten.squeeze.dims, local.emit(aten.gather.default, places, 0, tile), [0])
@@ -135,5 +124,5 @@ OPERATORS = declarations({
     "logcumsumexp": Operator(_logcumsumexp, any_order=True),
     "meshc.cumsum_back": Operator(_scan(0.0, _sum, aten.add.Tensor, back=True), any_order=True),
     "meshc.logcumsumexp_back": Operator(_scan(-inf, _logsumexp, aten.logaddexp.default, back=True), any_order=True),
-    "cummax cummin": Operator(_extreme, any_order=True),
+    "cummax cummin": Operator(_scan_rule(_lower_extreme), any_order=True),
 })

@@ -6,11 +6,10 @@ on one rank so that it counts once. Entries outside a tile go to an extra row, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.index import (
     advanced_index_bounds,
     advanced_index_letters,
@@ -18,14 +17,25 @@ from meshc.rules.index import (
     bound_from_both_ends,
     gather_letters,
     index_tensors,
+    shifted_index,
 )
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, ONE, Rule, all_operands, dtype_of, einsum, integer, shape_of, whole_rule
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import (
+    ALONE,
+    ONE,
+    Local,
+    Rule,
+    all_operands,
+    count_once,
+    dim_of,
+    dims_of,
+    dtype_of,
+    einsum,
+    letters_of,
+    shape_of,
+    whole_rule,
+)
 
 aten = torch.ops.aten
 ADDS = {aten.scatter_add.default, aten.index_add.default}
@@ -62,41 +72,38 @@ def _write_rule(node: Node, tensors: list[Node], x: str, index: str, written: li
     sums = " ".join(letter for letter in index.split() if letter.startswith("+"))
     operands = [x, index.replace("+", ""), *(row.replace("+", "") for row in written)]
     text = f"{', '.join(operands)} -> {x} {sums}"
-    return einsum(text, node, tensors, lower=_lower_writing, clean=(1,), major=frozenset("v"))
+    return einsum(text, node, tensors, lower=_lower_writing, clean=(1,), major={"v"})
 
 
 def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
     """index_add, index_copy, index_fill, index_reduce: an index for each row."""
-    shape = shape_of(tensors[0])
-    if not shape or shape_of(tensors[1]) == ():
+    row = letters_of(tensors[0], "a")
+    if not row or shape_of(tensors[1]) == ():
         return whole_rule(node, tensors)
-    if any(len(shape_of(t)) not in (0, len(shape)) for t in tensors[2:]):
+    if any(len(shape_of(t)) not in (0, len(row)) for t in tensors[2:]):
         return None
-    dim = integer(node.args[1]) % len(shape)
-    row = [f"a{d}" for d in range(len(shape))]
-    place = _written_letter(node, tensors[0], "j", True)
+    dim, place = dim_of(node, row), _written_letter(node, tensors[0], "j", True)
     x, rows = [" ".join([*row[:dim], at, *row[dim + 1 :]]) for at in ("v", place)]
     return _write_rule(node, tensors, x, place, [rows if shape_of(t) else "" for t in tensors[2:]])
 
 
 def _lower_writing(local: Local) -> Node:
     x, index, *written = local.operands
-    x = local.keep_first(x, [axis for letter in local.rule.sums[0] for axis in local.axes(letter)])
+    x = count_once(local, x)
     if not local.axes("v"):
         return local.call(x, index, *written)
-    dim = integer(local.node.args[1]) % len(local.shape(x))
-    index, size = _tile_index(local, index, "v"), local.shape(x)[dim]
+    dim = dim_of(local.node, local.shape(x))
+    index, size = _tile_index(local, index), local.shape(x)[dim]
     made = local.call(_append_row(local, x, dim), index, *written)
     return local.emit(aten.slice.Tensor, made, dim, 0, size)
 
 
-def _tile_index(local: Local, index: Node, letter: str) -> Node:
+def _tile_index(local: Local, index: Node) -> Node:
     """Converts global indices (from the end where negative) to local ones; those outside the tile point to the row behind it."""
     negative = local.emit(aten.lt.Scalar, index, 0)
-    index = local.emit(aten.where.self, negative, local.emit(aten.add.Tensor, index, local.global_size(letter)), index)
-    shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
-    low, high = local.emit(aten.ge.Scalar, shifted, 0), local.emit(aten.lt.Scalar, shifted, local.count(letter))
-    return local.emit(aten.where.ScalarOther, local.emit(aten.logical_and.default, low, high), shifted, local.local_size(letter))
+    index = local.emit(aten.where.self, negative, local.emit(aten.add.Tensor, index, local.global_size("v")), index)
+    shifted, inside = shifted_index(local, index, "v")
+    return local.emit(aten.where.ScalarOther, inside, shifted, local.local_size("v"))
 
 
 def _append_row(local: Local, x: Node, dim: int) -> Node:
@@ -129,32 +136,22 @@ def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     for letter in sorted({letter for row in letters for letter in row}):
         # values that broadcast along a letter have no padding that could be set to zero
         written = letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
-        adds = len(node.args) > 3 and bool(node.args[3])
-        text = f"{text} +{letter}" if adds and written else text.replace(letter, f"{letter}!")
+        text = f"{text} +{letter}" if named_arguments(node)["accumulate"] and written else text.replace(letter, f"{letter}!")
     return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
 
 
 def _lower_index_put(local: Local) -> Node:
     x, *indices, values = local.operands
-    x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
-    rest = iter(indices)
-    places = [None if index is None else next(rest) for index in index_tensors(local.node)]
-    return local.emit(local.node.target, x, places, values, *local.node.args[3:])
+    return local.call(count_once(local, x), *indices, values)
 
 
 def _part(node: Node, tensors: list[Node]) -> Rule:
     """select_scatter, slice_scatter: the dim of the part must be whole."""
-    shape = shape_of(tensors[0])
-    dim = integer(argument(node, 2, "dim", 0)) % len(shape)
-    letters = tuple(ONE if size == 1 else f"d{i}" for i, size in enumerate(shape))
-    if node.target is aten.select_scatter.default:
-        part = tuple(letter for i, letter in enumerate(letters) if i != dim)
-    else:
-        part = tuple("p" if i == dim else letter for i, letter in enumerate(letters))
-        part = tuple(ONE if size == 1 else letter for letter, size in zip(part, shape_of(tensors[1]), strict=True))
-    return Rule(
-        (letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear=all_operands(2), defers=True
-    )
+    letters = dims_of("d", shape_of(node))
+    dim = dim_of(node, letters)
+    cut = [] if node.target is aten.select_scatter.default else ["p" if shape_of(tensors[1])[dim] != 1 else ONE]
+    part = (*letters[:dim], *cut, *letters[dim + 1 :])
+    return Rule((letters, part), (letters,), whole={letters[dim], "p"}, kind="carry", linear=all_operands(2), defers=True)
 
 
 OPERATORS = declarations({

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.ops import grouped_mm as _grouped_operators  # noqa: F401 - registers them
 from meshc.ops import routed_mm as _routed_operators  # noqa: F401 - registers them
 from meshc.rules.contraction import WEIGHT, product_flops
@@ -15,11 +15,7 @@ from meshc.rules.index import rows_bound
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import EITHER, Operator, declarations
 from meshc.rules.preconditions import Operands, Precondition, adds_up, ascending, holds, like, operand, same_dtype, size, within
-from meshc.rules.reduction import argument
-from meshc.rules.rule import Rule, by_text, dtype_of, einsum, integer, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Local, Rule, by_text, dtype_of, einsum, letters_of, result_shapes, shape_of
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -59,23 +55,22 @@ def _embedding_bag_backward(node: Node, tensors: list[Node]) -> Rule:
 
 def _segment_reduce(node: Node, tensors: list[Node]) -> Rule | None:
     """(data, lengths or offsets) -> a row for each segment; dims after the segmented dim may be split."""
-    axis = integer(node.kwargs.get("axis", 0))
+    axis = named_arguments(node)["axis"]
     data, lengths = tensors[0], tensors[-1]
     rank = len(shape_of(data))
     if axis % rank != len(shape_of(lengths)) - 1 or len(tensors) != 2:
         return None
-    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, axis % rank), (axis % rank + 1, rank))]
-    if before:  # segments of different rows have different lengths, so padding would be no segment
-        before = " ".join(f"{letter}!" for letter in before.split())
+    letters = letters_of(data, "a")
+    # segments of different rows have different lengths, so padding would be no segment
+    before, after = " ".join(f"{letter}!" for letter in letters[: axis % rank]), " ".join(letters[axis % rank + 1 :])
     return einsum(f"{before} r! {after}, {before} l! -> {before} s! {after}", node, tensors)
 
 
 def _segment_reduce_backward(node: Node, tensors: list[Node]) -> Rule | None:
     grad, _, data, *rest = tensors
-    axis = integer(argument(node, 6, "axis", 0)) % len(shape_of(data))
-    if axis != 0 or len(rest) != 1:
+    if named_arguments(node)["axis"] % len(shape_of(data)) != 0 or len(rest) != 1:
         return None
-    after = " ".join(f"a{d}" for d in range(1, len(shape_of(data))))
+    after = " ".join(letters_of(data, "a")[1:])
     return einsum(f"s! {after}, s! {after}, r! {after}, l! -> r! {after}", node, tensors)
 
 
@@ -112,16 +107,11 @@ def _searchsorted(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     if len(rows) == 1:
         return einsum("s!, ... -> ...", node, tensors)
-    lead = " ".join(f"a{d}" for d in range(len(rows) - 1))
-    return einsum(f"{lead} s!, {lead} v -> {lead} v", node, tensors) if len(values) == len(rows) else None
-
-
-def _bucketize(node: Node, tensors: list[Node]) -> Rule:
-    """bucketize(values, borders): the number of borders below each value, so counts of tiles of the borders add up."""
-    return einsum("..., s -> ... +s", node, tensors, lower=_lower_bucketize, self_masked=True, major=frozenset("s"))
+    return einsum("... s!, ... v -> ... v", node, tensors) if len(values) == len(rows) else None
 
 
 def _lower_bucketize(local: Local) -> Node:
+    """bucketize(values, borders): the number of borders below each value, so counts of tiles of the borders add up."""
     values, borders = local.operands
     made = local.call(values, local.neutralise(borders, "s", float("inf"), 1))
     if not local.axes("s"):
@@ -235,8 +225,10 @@ OPERATORS = declarations({
     "_grouped_mm": Operator(_grouped_mm, flops=product_flops, preconditions=(ascending("offs", _grouped_dim_size),)),
     "meshc.grouped_mm": Operator(by_text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT), linear=EITHER, flops=product_flops),
     "meshc.grouped_outer": Operator(by_text("r! k, r! n, g! -> g! k n"), linear=EITHER, flops=product_flops),
-    "meshc.routed_mm": Operator(by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT), linear=EITHER, flops=product_flops),
+    "meshc.routed_mm": Operator(by_text("r k, g! k n, r -> r n +k", clean=(2,), roles=WEIGHT), linear=EITHER, flops=product_flops),
     "meshc.routed_outer": Operator(by_text("r k, r n, r -> g! k n +r", clean=(2,)), linear=EITHER, flops=product_flops),
     "searchsorted.Tensor": Operator(_searchsorted),
-    "bucketize.Tensor": Operator(_bucketize, monotone=rises_in_first),
+    "bucketize.Tensor": Operator(
+        by_text("..., s -> ... +s", lower=_lower_bucketize, self_masked=True, major={"s"}), monotone=rises_in_first
+    ),
 })

@@ -14,22 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import operands, value_of
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
 from meshc.rules import layout
 from meshc.rules.families import operator_of
-from meshc.rules.layout import dims_of
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, ONE, Relation, Rule, RuleFunction, integer, integers, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Relation, Rule, RuleFunction, dim_of, dims_of, shape_of
 
 aten = torch.ops.aten
 
@@ -53,15 +48,14 @@ class Crop:
 
 
 def crop_of(node: Node) -> Crop:
-    source, target = shape_of(operands(node)[0]), result_shapes(node)[0]
+    source, target = shape_of(operands(node)[0]), shape_of(node)
     if node.target is aten.constant_pad_nd.default:
-        value = argument(node, 2, "value", 0)
-        assert isinstance(value, int | float)
-        windows = pad_windows(integers(node.args[1]), len(source))
-        return Crop(tuple(windows), windows, value, tiles=False)
+        named = named_arguments(node)
+        windows = pad_windows(named["pad"], len(source))
+        return Crop(tuple(windows), windows, named["value"], tiles=False)
     if node.target is aten.slice_backward.default:
-        dim, start, _, step = (integer(a) for a in node.args[2:6])
-        dim %= len(target)
+        named = named_arguments(node)
+        dim, start, step = dim_of(node, target), named["start"], named["step"]
         if source[dim] == target[dim]:
             return Crop()
         return Crop((dim,), {dim: (-start, 1)}) if step == 1 else Crop((dim,), every=(start, step))
@@ -72,16 +66,14 @@ def crop_of(node: Node) -> Crop:
 
 def slice_bounds(node: Node) -> tuple[int, int, int, int]:
     """(dim, start, length, step) of a slice."""
-    shape = shape_of(operands(node)[0])
-    if node.target is aten.narrow_copy.default:
-        dim, start, length = (integer(a) for a in node.args[1:4])
-        return dim % len(shape), start % max(1, shape[dim]), length, 1
-    dim = integer(argument(node, 1, "dim", 0) or 0) % len(shape)
+    shape, named = shape_of(operands(node)[0]), named_arguments(node)
+    dim = dim_of(node, shape)
     size = shape[dim]
-    bounds = [argument(node, 2, "start", None), argument(node, 3, "end", None)]
-    start, end = (default if bound is None else integer(bound) for bound, default in zip(bounds, (0, size), strict=True))
-    start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (start, end))
-    return dim, start, max(0, end - start), integer(argument(node, 4, "step", 1) or 1)
+    if node.target is aten.narrow_copy.default:
+        return dim, named["start"] % max(1, size), named["length"], 1
+    bounds = (default if named[name] is None else named[name] for name, default in (("start", 0), ("end", size)))
+    start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in bounds)
+    return dim, start, max(0, end - start), named["step"]
 
 
 def pad_windows(amounts: Sequence[int], rank: int) -> dict[int, tuple[int, int]]:
@@ -97,31 +89,31 @@ def _crop(plain: Callable[[Local], Node]) -> RuleFunction:
 
 def _crop_rule(node: Node, tensors: list[Node], plain: Callable[[Local], Node]) -> Rule:
     found = crop_of(node)
-    source, target = shape_of(tensors[0]), result_shapes(node)[0]
-    inside = dims_of("d", source)
-    out = tuple(ONE if size == 1 else f"o{dim}" if dim in found.dims else inside[dim] for dim, size in enumerate(target))
+    source, target = shape_of(tensors[0]), shape_of(node)
+    inside, made = dims_of("d", source), dims_of("o", target)
+    out = tuple((made if dim in found.dims else inside)[dim] for dim in range(len(target)))
     lower = _lower(found.windows, found.value, plain)
     kind = "layout" if found.value == 0 else "compute"
     shrinks = sum(target) < sum(source)
     if not found.dims:
-        return Rule((inside,), (out,), ({},), kind="layout", lower=lower)
+        return Rule((inside,), (out,), kind="layout", lower=lower)
     shifted = all(source[dim] == target[dim] for dim in found.dims)
     windowed = all(dim in found.windows and 1 not in (source[dim], target[dim]) for dim in found.dims)
     if windowed and (shifted or beside_windows(node, found.dims)):
         tied = {out[dim]: (inside[dim], Window(step, start)) for dim, (start, step) in found.windows.items()}
-        return Rule((inside,), (out,), ({},), kind=kind, lower=lower, windows=tied, shrinks=shrinks)
+        return Rule((inside,), (out,), kind=kind, lower=lower, windows=tied, shrinks=shrinks)
     relation = _tile(node, found, inside, out) if found.tiles else None
     if relation is not None:
-        return Rule((inside,), (out,), ({},), relations=(relation,), kind=kind, lower=lower, shrinks=shrinks)
-    whole = frozenset(letter for dim in found.dims for letter in (inside[dim], out[dim])) - {ONE}
-    return Rule((inside,), (out,), ({},), whole, kind=kind, lower=lower, shrinks=shrinks)
+        return Rule((inside,), (out,), relations=(relation,), kind=kind, lower=lower, shrinks=shrinks)
+    whole = {letter for dim in found.dims for letter in (inside[dim], out[dim])}
+    return Rule((inside,), (out,), whole=whole, kind=kind, lower=lower, shrinks=shrinks)
 
 
 def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) -> Relation | None:
     """The relation of a crop that takes, or fills, one of equal tiles of a dim, or every n-th position; None for other crops. The relation
     is soft unless sibling slices take all tiles."""
     (dim,) = found.dims
-    source, target = shape_of(operands(node)[0])[dim], result_shapes(node)[0][dim]
+    source, target = shape_of(operands(node)[0])[dim], shape_of(node)[dim]
     (small, part), (large, whole) = sorted([(source, inside[dim]), (target, out[dim])])
     if small <= 1:
         return None
@@ -239,21 +231,18 @@ def _lower_slice(local: Local) -> Node:
 
 
 def _lower_slice_backward(local: Local) -> Node:
-    (grad,) = local.operands
-    node = local.node
-    dim, start, end, step = (integer(a) for a in node.args[2:6])
-    shape = local.out_shape(0)
-    total = result_shapes(node)[0]
-    dim %= len(total)
+    (grad,), node = local.operands, local.node
+    shape, total, named = local.out_shape(0), shape_of(node), named_arguments(node)
+    dim, start, end = dim_of(node, total), named["start"], named["end"]
     length = shape_of(node.all_input_nodes[0])[dim]
     if length == total[dim]:
         return grad
-    if shape[dim] != total[dim] and step != 1:
+    if shape[dim] != total[dim] and named["step"] != 1:
         end = shape[dim]
     elif shape[dim] != total[dim]:
         tile = local.shape(grad)[dim]
         start, end = start // length * tile, start // length * tile + tile
-    return local.emit(aten.slice_backward.default, grad, list(shape), dim, start, min(end, shape[dim]), step)
+    return local.call(grad, input_sizes=list(shape), dim=dim, start=start, end=min(end, shape[dim]))
 
 
 OPERATORS = declarations({

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import holds, like
-from meshc.rules.rule import ALONE, Rule, integer, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Dims, Local, Rule, dim_of, letters_of
 
 aten = torch.ops.aten
 
 
 def _softmax(node: Node, tensors: list[Node]) -> Rule:
-    shape = shape_of(tensors[0])
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-    dim = integer(node.args[1]) % len(shape)
-    return Rule((letters,), (letters,), ({},), whole=frozenset({letters[dim]}), roles={letters[dim]: "weighs"})
+    letters, whole = _dims(node)
+    return Rule((letters,), (letters,), whole={whole}, roles={whole: "weighs"})
 
 
 def _softmax_backward(node: Node, tensors: list[Node]) -> Rule:
-    shape = shape_of(tensors[0])
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-    dim = integer(node.args[2]) % len(shape)
-    return Rule((letters, letters), (letters,), ({},), whole=frozenset({letters[dim]}))
+    letters, whole = _dims(node)
+    return Rule((letters, letters), (letters,), whole={whole})
+
+
+def _dims(node: Node) -> tuple[Dims, str]:
+    """(letters of all values, letter of the normalised dim)."""
+    letters = letters_of(node)
+    return letters, letters[dim_of(node, letters)]
 
 
 def _log_softmax(node: Node, tensors: list[Node]) -> Rule:
-    shape = shape_of(tensors[0])
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-    return Rule((letters,), (letters,), ({},), lower=_lower_log_softmax, self_masked=True)
+    letters = letters_of(node)
+    lower = _lower_log_softmax if len(tensors) == 1 else _lower_log_softmax_backward
+    return Rule((letters,) * len(tensors), (letters,), lower=lower, self_masked=True)
 
 
 def _lower_log_softmax(local: Local) -> Node:
     (x,) = local.operands
-    dim = integer(local.node.args[1]) % len(local.node.meta["meshc"].shape)
-    letter = f"d{dim}"
-    axes = local.axes(letter)
+    letters, letter = _dims(local.node)
+    dim, axes = letters.index(letter), local.axes(letter)
     if not axes:
-        return local.emit(local.node.target, *[x, *local.node.args[1:]])
+        return local.call(x)
     masked = local.neutralise(x, letter, float("-inf"))
     peak = local.all_reduce(local.emit(aten.amax.default, masked, [dim], True), axes, "max")
     shifted = local.emit(aten.sub.Tensor, masked, peak)
@@ -51,20 +47,14 @@ def _lower_log_softmax(local: Local) -> Node:
     return local.emit(aten.sub.Tensor, shifted, local.emit(aten.log.default, local.all_reduce(total, axes, "sum")))
 
 
-def _log_softmax_backward(node: Node, tensors: list[Node]) -> Rule:
-    shape = shape_of(tensors[0])
-    letters = tuple(f"d{i}" for i in range(len(shape)))
-    return Rule((letters, letters), (letters,), ({},), lower=_lower_log_softmax_backward, self_masked=True)
-
-
 def _lower_log_softmax_backward(local: Local) -> Node:
     grad, out = local.operands
-    dim = integer(local.node.args[2]) % len(local.node.meta["meshc"].shape)
-    axes = local.axes(f"d{dim}")
+    letters, letter = _dims(local.node)
+    axes = local.axes(letter)
     if not axes:
-        return local.emit(local.node.target, grad, out, *local.node.args[2:])
-    masked = local.neutralise(grad, f"d{dim}", 0.0)
-    total = local.all_reduce(local.emit(aten.sum.dim_IntList, masked, [dim], True), axes, "sum")
+        return local.call(grad, out)
+    masked = local.neutralise(grad, letter, 0.0)
+    total = local.all_reduce(local.emit(aten.sum.dim_IntList, masked, [letters.index(letter)], True), axes, "sum")
     return local.emit(aten.sub.Tensor, grad, local.emit(aten.mul.Tensor, local.emit(aten.exp.default, out), total))
 
 
@@ -80,6 +70,6 @@ OPERATORS = declarations({
     "_softmax_backward_data": Operator(_softmax_backward, linear=ALONE, any_order=True, preconditions=_OUTPUT_FITS),
     "_log_softmax": Operator(_log_softmax, any_order=True, cheap=True),
     "_log_softmax_backward_data": Operator(
-        _log_softmax_backward, linear=ALONE, any_order=True, preconditions=_OUTPUT_FITS
+        _log_softmax, linear=ALONE, any_order=True, preconditions=_OUTPUT_FITS
     ),
 })

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import floor, isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -12,10 +12,7 @@ from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.pooling import indices_fit
 from meshc.rules.preconditions import Operands, gives, like, same_dtype
-from meshc.rules.rule import ALONE, Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, Local, Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -52,9 +49,9 @@ def _columns(node: Node, tensors: list[Node]) -> Rule:
     relation = Relation(("c", f"#{window}"), ("k",)) if forward else Relation(("k",), ("c", f"#{window}"))
     inside = tuple("_" if size == 1 else letter for letter, size in zip(inside, image, strict=True))
     outside = tuple("_" if size == 1 else letter for letter, size in zip(outside, rows, strict=True))
-    whole = frozenset({"h", "w", "l"} | (set() if several else {"c", "k"})) & {*inside, *outside}
+    whole = {"h", "w", "l"} if several else {"h", "w", "l", "c", "k"}
     dims = (inside, outside) if forward else (outside, inside)
-    return Rule((dims[0],), (dims[1],), ({},), whole, (relation,) if several else (), linear=ALONE, defers=True)
+    return Rule(dims[:1], dims[1:], whole=whole, relations=(relation,) if several else (), linear=ALONE, defers=True)
 
 
 def _grid(count: int) -> RuleFunction:

@@ -10,15 +10,12 @@ values are computed on the ranks of these, and the gradient of the queries is su
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.fx import Node
 
 from meshc.rules.ring import Ring
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import Local
+from meshc.rules.scan import gather_rows
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -37,7 +34,7 @@ class SplitKeys(Ring):
         made = self.attend_block(q, k, v, self.bias(rest[0] if self.biased else None, 0), 0)
         sums = emit(aten.unsqueeze.default, item(made, 1), -1)
         part = emit(aten.cat.default, [self.cast_for_sum(item(made, 0)), sums], 3)
-        parts = self.local.all_gather(emit(aten.unsqueeze.default, part, 0), self.axes, 0)
+        parts = gather_rows(self.local, part, self.axes)
         joined = emit(meshc.attention_join.default, parts)
         return [self.cast_like(item(joined, 0), q), item(joined, 1)]
 

@@ -7,57 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.ir.reductions import REDUCTIONS
+from meshc.ir.schemas import named_arguments
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.reduction import argument, reduce
-from meshc.rules.rule import Rule, RuleFunction, dtype_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.reduction import completed_rule, reduce, result_dtype
+from meshc.rules.rule import Local, Rule, RuleFunction, dtype_of
+from meshc.rules.scan import gather_rows
 
 aten = torch.ops.aten
-Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
+Combine = Callable[[Local, Node, list[int], Sequence[str]], Node]
 """(local, x, reduced dims, axes that split them) -> the reduction of all ranks' x, with these dims kept as 1."""
 
 
-def _vector_norm(dim: int, keep: int) -> RuleFunction:
-    """Norms of order 0 and 1 are partial sums, infinite orders a partial maximum or minimum; others are completed in `lower`."""
-    finish = _whole_result_rule(_norm, dim, keep)
+def _whole_result_rule(combine: Combine) -> RuleFunction:
+    """The rule of a reduction completed by `combine`."""
 
-    def rule(node: Node, tensors: list[Node]) -> Rule | None:
-        how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(_number(argument(node, 1, "p", None), 2.0))
-        if how is None:
-            return finish(node, tensors)
-        dims = argument(node, dim, "dim", None) if dim >= 0 else None
-        kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
-        return reduce(node, tensors[:1], dims, kept, how, neutral=max(REDUCTIONS[how].neutral, 0.0))
-
-    return rule
-
-
-def _whole_result_rule(combine: Combine, dim: int, keep: int) -> RuleFunction:
-    """The rule of a reduction completed by `combine`. `dim`, `keep`: positions of these arguments; -1: all dims, or none kept."""
-
-    def rule(node: Node, tensors: list[Node]) -> Rule:
-        dims = argument(node, dim, "dim", None) if dim >= 0 else None
-        kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
-        found = reduce(node, tensors[:1], dims, kept, None)
-        return Rule(found.operands, found.results, ({},), lower=lambda local: _lower(local, sorted(found.whole)), self_masked=True)
-
-    def _lower(local: Local, letters: list[str]) -> Node:
-        (x,) = local.operands
-        axes = [axis for letter in letters for axis in local.axes(letter)]
-        if not axes:
-            return local.call(x)
-        made = combine(local, x, [int(letter[1:]) for letter in letters], axes)
+    def lower(local: Local, letters: list[str], axes: list[str]) -> Node:
+        made = combine(local, local.operands[0], [int(letter[1:]) for letter in letters], axes)
         return local.emit(aten.reshape.default, made, list(local.out_shape(0)))
 
-    return rule
+    return completed_rule(lower)
+
+
+def _vector_norm(node: Node, tensors: list[Node]) -> Rule | None:
+    """Norms of order 0 and 1 are partial sums, infinite orders a partial maximum or minimum; others are completed in `lower`."""
+    how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(_order(node))
+    if how is None:
+        return _whole_result_rule(_norm)(node, tensors)
+    return reduce(node, tensors, how, neutral=max(REDUCTIONS[how].neutral, 0.0))
 
 
 def _mask_padding(local: Local, x: Node, dims: Sequence[int], value: float) -> Node:
@@ -72,7 +53,7 @@ def _count(local: Local, dims: Sequence[int]) -> int:
 
 def _prod(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     mine = local.call(_mask_padding(local, x, dims, 1.0))
-    return local.emit(aten.prod.dim_int, local.all_gather(local.emit(aten.unsqueeze.default, mine, 0), axes, 0), 0)
+    return local.emit(aten.prod.dim_int, gather_rows(local, mine, axes), 0)
 
 
 def _centred_squares(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
@@ -92,9 +73,13 @@ def _var(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 
 
 def _correction(node: Node) -> float:
-    if node.target in (aten.var.dim, aten.std.dim):
-        return float(bool(argument(node, 2, "unbiased", True)))
-    return _number(node.kwargs.get("correction"), 1.0)
+    named = named_arguments(node)
+    return float(named["unbiased"]) if "unbiased" in named else _number(named["correction"], 1.0)
+
+
+def _order(node: Node) -> float:
+    named = named_arguments(node)
+    return _number(named["p" if "p" in named else "ord"], 2.0)
 
 
 def _number(given: object, default: float) -> float:
@@ -109,17 +94,11 @@ def _std(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 
 
 def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
-    p = _number(argument(local.node, 1, "p", None), 2.0)
+    p = _order(local.node)
     x = _mask_padding(local, x, dims, inf if p < 0 else 0.0)
-    mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **_result_dtype(local))
+    mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **result_dtype(local))
     total = local.all_reduce(local.emit(aten.pow.Tensor_Scalar, mine, p), axes, "sum")
     return local.emit(aten.pow.Tensor_Scalar, total, 1.0 / p)
-
-
-def _result_dtype(local: Local) -> dict[str, object]:
-    """The keyword `dtype` of the call, if it has one."""
-    asked = local.node.kwargs.get("dtype")
-    return {} if asked is None else {"dtype": asked}
 
 
 def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
@@ -135,11 +114,9 @@ def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> N
 
 
 OPERATORS = declarations({
-    "prod": Operator(_whole_result_rule(_prod, -1, -1)),
-    "prod.dim_int": Operator(_whole_result_rule(_prod, 1, 2)),
-    "var.correction var.dim": Operator(_whole_result_rule(_var, 1, 3), cheap=True),
-    "std.correction std.dim": Operator(_whole_result_rule(_std, 1, 3)),
-    "linalg_vector_norm norm.ScalarOpt_dim": Operator(_vector_norm(2, 3)),
-    "norm.Scalar": Operator(_vector_norm(-1, -1)),
-    "logsumexp": Operator(_whole_result_rule(_logsumexp, 1, 2)),
+    "prod prod.dim_int": Operator(_whole_result_rule(_prod)),
+    "var.correction var.dim": Operator(_whole_result_rule(_var), cheap=True),
+    "std.correction std.dim": Operator(_whole_result_rule(_std)),
+    "linalg_vector_norm norm.ScalarOpt_dim norm.Scalar": Operator(_vector_norm),
+    "logsumexp": Operator(_whole_result_rule(_logsumexp)),
 })

@@ -16,7 +16,6 @@ Backward, and recurrences from the last position to the first, run in the other 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -25,11 +24,7 @@ from meshc.ir import records
 from meshc.ir.schemas import place_of
 from meshc.ops import turns as _operators  # noqa: F401 - registers in_turn
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import einsum, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
-    from meshc.rules.rule import Rule
+from meshc.rules.rule import Local, Rule, einsum, shape_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 

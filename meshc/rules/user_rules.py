@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch.fx import Node
 
@@ -16,10 +16,7 @@ from meshc.errors import CompileError, MeshcError
 from meshc.ir import leaves, op_name, operands, records
 from meshc.ops.registered import RULES
 from meshc.private import OpOverload
-from meshc.rules.rule import ALONE, ROLES, Made, Rule, all_operands, einsum, shape_of
-
-if TYPE_CHECKING:
-    from meshc.rules.local import Local
+from meshc.rules.rule import ALONE, ROLES, Local, Made, Rule, all_operands, einsum, shape_of
 
 ADVICE: Final = "  what to do: docs/add-a-rule.md says how a rule is written; meshc.testing.prove_rule tries one on samples"
 

@@ -1,10 +1,10 @@
-"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.rules.local)."""
+"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.rules.rule)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -12,7 +12,7 @@ from torch.fx import Node
 from meshc.ir import records, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.reductions import as_integer
-from meshc.ir.schemas import place_of
+from meshc.ir.schemas import arguments_by_name, place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.window import tile_bounds, tile_length
@@ -20,13 +20,10 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.halo import HaloWindow
 from meshc.passes.partition.reasons import plan_lines, value_text
 from meshc.passes.phases.factors import Instance, Token
-from meshc.rules.local import Local
-from meshc.rules.rule import Made, Turns
+from meshc.private import OpOverload
+from meshc.rules.rule import CPU, Extents, Local, Made, Turns
 
 aten = torch.ops.aten
-
-Extents: TypeAlias = tuple[list[int], list[int], list[Node | int]]
-"""(global shape, local shape, offsets)"""
 
 
 class Lowering(Local):
@@ -118,7 +115,7 @@ class Lowering(Local):
         unit = prod(part.size for part in parts[1:])
         return number if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [number])
 
-    def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
+    def positions(self, letter: str, dtype: torch.dtype = torch.int64, device: torch.device = CPU) -> Node:
         parts = self._parts(letter)
         if not parts:
             return self.emit(aten.arange.default, 1, dtype=dtype, device=device)
@@ -145,11 +142,13 @@ class Lowering(Local):
         return self._extents((part, back.get(letter, 0)) for letter, row in zip(letters, rows, strict=True) for part in row)
 
     def _extents(self, parts: Iterable[tuple[Part, int]]) -> Extents:
-        """(sizes, local sizes, starts) of parts, each of the rank so many places before this one."""
+        """Of parts, each of the rank so many places before this one."""
         given = list(parts)
-        local = [local_size(part, self.build.sizes) for part, _ in given]
-        starts: list[Node | int] = [self._number(spmd.tile_start, part, back) if part.axes else 0 for part, back in given]
-        return [part.size for part, _ in given], local, starts
+        return {
+            "global_shape": [part.size for part, _ in given],
+            "local_shape": [local_size(part, self.build.sizes) for part, _ in given],
+            "offsets": [self._number(spmd.tile_start, part, back) if part.axes else 0 for part, back in given],
+        }
 
     def _whole_batch_parts(self, rows: Iterable[list[Part]]) -> list[list[Part]]:
         """The parts of each dim, that of the batch extended to the whole batch, if the operator draws for one microbatch of several."""
@@ -197,16 +196,19 @@ class Lowering(Local):
         place, ranks = self.index(axes), self.ranks(axes)
         return self.emit(spmd.keep_first, x, place if back else self.emit(spmd.ring_place, place, ranks - 1, ranks))
 
-    def call(self, *operands: Node) -> Node:
-        rest = iter(operands)
+    def call(self, *operands: Node, **changed: object) -> Node:
+        rest, node = iter(operands), self.node
 
         def local(argument: object) -> object:
             if isinstance(argument, Node):
                 return next(rest)
             return list(map(local, argument)) if isinstance(argument, list | tuple) else argument
 
-        args = list(map(local, self.node.args))
-        return self.emit(self.node.target, *args, **{key: local(argument) for key, argument in self.node.kwargs.items()})
+        args, kwargs = list(map(local, node.args)), {key: local(argument) for key, argument in node.kwargs.items()}
+        if changed:
+            named = arguments_by_name(cast(OpOverload, node.target), args, kwargs) | changed
+            args = [*named.values()][: max(len(args), *(place_of(node, name) + 1 for name in changed))]
+        return self.emit(node.target, *args, **kwargs)
 
     def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
         if (place := self._halo_window(letter)) is None:

@@ -86,7 +86,7 @@ def test_a_planted_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch
     """A mean that divides by the rows of a rank instead of all."""
     case = Case(MEAN, False, "a=2", ("a: batch, p0.1; store params",))
     assert check_once(case).kind == "equal"
-    monkeypatch.setitem(reduction.OPERATORS, torch.ops.aten.mean.dim, Operator(lambda node, tensors: reduction._sum(node, tensors)))
+    monkeypatch.setitem(reduction.OPERATORS, torch.ops.aten.mean.dim, Operator(reduction.reduction_rule("sum")))
     assert check_once(case).kind == "unlike"
     small = shrink(case, lambda one: check_once(one).kind == "unlike", 120.0)
     assert [step.op for step in small.sketch.steps] == ["reduction"]
@@ -153,7 +153,7 @@ def test_buffers_are_compared_however_a_step_is_compiled(how: How, monkeypatch: 
     """A mean that divides by the rows of a rank shows in the running average alone; it is reduced to nothing but that."""
     case = Case(AVERAGE, True, "dp=2", ("dp: batch",), how)
     assert check_once(case).kind == "equal"
-    monkeypatch.setitem(reduction.OPERATORS, torch.ops.aten.mean.dim, Operator(lambda node, tensors: reduction._sum(node, tensors)))
+    monkeypatch.setitem(reduction.OPERATORS, torch.ops.aten.mean.dim, Operator(reduction.reduction_rule("sum")))
     found = check_once(case)
     assert found.kind == "unlike" and "buffer after step" in found.why
 

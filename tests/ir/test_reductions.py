@@ -49,7 +49,7 @@ def main(
 def product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduction, and torch's `prod` as an operator that is partial by it where `meshc.rules.statistics` gathers."""
     plant(monkeypatch, PRODUCT)
-    monkeypatch.setitem(statistics.OPERATORS, aten.prod.dim_int, Operator(reduction._extreme("product")))
+    monkeypatch.setitem(statistics.OPERATORS, aten.prod.dim_int, Operator(reduction.reduction_rule("product")))
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, record: Reduction) -> None:

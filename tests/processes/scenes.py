@@ -96,10 +96,9 @@ from torch.fx import Node
 
 from meshc.rules import elementwise, every_family
 from meshc.rules import statistics
-from meshc.rules.local import Local
 from meshc.rules.operator import Operator
-from meshc.rules.reduction import argument, reduce
-from meshc.rules.rule import Rule
+from meshc.rules.reduction import reduce
+from meshc.rules.rule import Local, Rule
 from meshc.rules.statistics import _mask_padding
 from meshc.testing.brute_force import prove
 from tests.rules.samples import SAMPLES
@@ -213,7 +212,7 @@ assert OPERATORS[convolution].rule(node, tensors).windows == {"y0": ("x0", Windo
 """),
     Scene("add-a-rule.md", (8,), before=STATISTICS, after="assert splits(_logsumexp) == [5, 5, 5]"),
     Scene("add-a-rule.md", (10,), before=STATISTICS,
-          after="assert splits(statistics._whole_result_rule(_logsumexp, 1, 2)) == [11, 19, 16]"),
+          after="assert splits(statistics._whole_result_rule(_logsumexp)) == [11, 19, 16]"),
     Scene("architecture.md", (0,), after="assert program.plan"),
     Scene("cost-model.md", (0,), before=STEP + """
 mesh = meshc.Mesh("dp=2,tp=2")

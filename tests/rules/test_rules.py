@@ -267,12 +267,12 @@ def causal_attention_over_split_queries(node: Node, tensors: list[Node]) -> Rule
 
 
 def sum_that_leaves_padding(node: Node, tensors: list[Node]) -> Rule:
-    found = reduction._sum(node, tensors)
+    found = reduction.reduce(node, tensors, "sum")
     return Rule(found.operands, found.results, found.sums, kind="carry", self_masked=True)
 
 
 def maximum_with_zero_padding(node: Node, tensors: list[Node]) -> Rule:
-    found = reduction._extreme("max")(node, tensors)
+    found = reduction.reduce(node, tensors, "max")
     return Rule(found.operands, found.results, found.sums, neutral=0.0)
 
 

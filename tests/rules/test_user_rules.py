@@ -15,8 +15,7 @@ from torch.fx import Node
 import meshc
 from meshc.ops import registered
 from meshc.report import summary
-from meshc.rules.local import Local
-from meshc.rules.rule import Rule, einsum
+from meshc.rules.rule import Local, Rule, einsum
 from meshc.testing import prove_rule
 from tests.rules.own import imported
 
