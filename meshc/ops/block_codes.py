@@ -101,7 +101,7 @@ def decode(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Te
 
 def _blocks(value: Tensor, scale: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape, last: int) -> Tensor:
     """int64 [columns]: the block of each column of a tile; padding counts to the last one."""
-    tile = tile_of(*(tuple(map(int, entries[len(entries) - last :])) for entries in (global_shape, local_shape, offsets)))
+    tile = tile_of(*(entries[len(entries) - last :] for entries in (global_shape, local_shape, offsets)))
     columns = torch.full((1,), tile.base)
     for size, stride in zip(tile.sizes, tile.strides, strict=True):
         columns = (columns[:, None] + torch.arange(size) * stride).flatten()
@@ -136,7 +136,7 @@ def _encode_state(
     global_shape: Shape, local_shape: Shape, offsets: Shape, last: int,
 ) -> None:  # fmt: skip
     _fit_encoding(codes, value, scale, seed_step, name, signed, global_shape, local_shape, offsets, last)
-    tile = tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
+    tile = tile_of(global_shape, local_shape, offsets)
     drawn = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     philox.draw("uniform32", tile, drawn, seed_step=seed_step, call=call_named(name))
     _write_codes(codes, value, scale, signed, drawn, _blocks(codes, scale, global_shape, local_shape, offsets, last))

@@ -23,31 +23,24 @@ def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplac
     return input.copy_(out) if inplace and out is not input else out
 
 
-def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
-    """Dropout with one draw per channel: torch zeroes input[n, c]; an unbatched input has `whole - 1` dims (None: always batched)."""
+def _raised_by_mask(
+    drop: Callable[[Tensor, Tensor, float], Tensor], mask_shape: Callable[[Tensor], Sequence[int]], on: bool
+) -> Callable[..., Tensor]:
+    """Dropout as `drop` does it by a mask of the shape `mask_shape(input)`. `on`: the default of `training`."""
 
-    def drop_features(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int
+    def drop_by_mask(
+        input: Tensor, p: float = 0.5, training: bool = on, inplace: bool = False, *, seed_step: Tensor, call: int
     ) -> Tensor:
         if not training or not 0.0 < p < 1.0:
             return dropout_without_draws(input, p, training)
-        shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
-        shape = shape[:2] + [1] * (len(shape) - 2)
-        mask = keep_mask(seed_step, call, p, shape)
-        mask = mask if len(shape) == input.dim() else mask.squeeze(0)
-        out = torch.where(mask, input * keep_scale(p), 0.0)
+        out = drop(input, keep_mask(seed_step, call, p, mask_shape(input)), p)
         return input.copy_(out) if inplace else out
 
-    return drop_features
+    return drop_by_mask
 
 
-def _raised_alpha_dropout(
-    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
-) -> Tensor:
-    if not training or not 0.0 < p < 1.0:
-        return dropout_without_draws(input, p, training)
-    out = _alpha(input, keep_mask(seed_step, call, p, input.shape), p)
-    return input.copy_(out) if inplace else out
+def _scale_kept(input: Tensor, mask: Tensor, p: float) -> Tensor:
+    return torch.where(mask, input * keep_scale(p), 0.0)
 
 
 def _alpha(input: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -56,13 +49,14 @@ def _alpha(input: Tensor, mask: Tensor, p: float) -> Tensor:
     return torch.where(mask, input * a + ALPHA * a * p, ALPHA * a * p - ALPHA * a)
 
 
-def _raised_feature_alpha_dropout(
-    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
-) -> Tensor:
-    if not training or not 0.0 < p < 1.0:
-        return dropout_without_draws(input, p, training)
-    out = _alpha(input, keep_mask(seed_step, call, p, [*input.shape[:2], *[1] * (input.dim() - 2)]), p)
-    return input.copy_(out) if inplace else out
+def _features(whole: int | None = None) -> Callable[[Tensor], list[int]]:
+    """One draw per channel: torch zeroes input[n, c]; an unbatched input has `whole - 1` dims (None: always batched)."""
+
+    def mask_shape(input: Tensor) -> list[int]:
+        leading = input.shape[: 2 if whole is None or input.dim() == whole else 1]
+        return [*leading, *[1] * (input.dim() - len(leading))]
+
+    return mask_shape
 
 
 def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_step: Tensor, call: int) -> tuple[Tensor, Tensor]:
@@ -71,13 +65,9 @@ def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_
     return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())
 
 
-def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _torchs(raised: Callable[..., Tensor], inplace: bool = False) -> Callable[..., Tensor]:
     """`raised` with the parameter `train` of torch.dropout and similar functions in the place of `training`."""
-    return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
-
-
-def _in_place(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda input, p, train, *, seed_step, call: raised(input, p, train, True, seed_step=seed_step, call=call)
+    return lambda input, p, train, *, seed_step, call: raised(input, p, train, inplace, seed_step=seed_step, call=call)
 
 
 def _raised_recurrent(layer: Function) -> Function:
@@ -106,22 +96,26 @@ def _raised_recurrent(layer: Function) -> Function:
     return run_layers
 
 
+_by_features = _raised_by_mask(_scale_kept, _features(), True)
+_alpha_dropout = _raised_by_mask(_alpha, lambda input: input.shape, False)
+_feature_alpha_dropout = _raised_by_mask(_alpha, _features(), False)
+
 RAISED: dict[Target, Function] = {
     functional.dropout: _raised_dropout,
-    torch.dropout: _train(_raised_dropout),
-    torch.dropout_: _in_place(_raised_dropout),
+    torch.dropout: _torchs(_raised_dropout),
+    torch.dropout_: _torchs(_raised_dropout, True),
     torch.native_dropout: _raised_native_dropout,
-    functional.dropout1d: _raised_feature_dropout(3),
-    functional.dropout2d: _raised_feature_dropout(None),
-    functional.dropout3d: _raised_feature_dropout(5),
-    torch.feature_dropout: _train(_raised_feature_dropout(None)),
-    torch.feature_dropout_: _in_place(_raised_feature_dropout(None)),
-    functional.alpha_dropout: _raised_alpha_dropout,
-    torch.alpha_dropout: _train(_raised_alpha_dropout),
-    torch.alpha_dropout_: _in_place(_raised_alpha_dropout),
-    functional.feature_alpha_dropout: _raised_feature_alpha_dropout,
-    torch.feature_alpha_dropout: _train(_raised_feature_alpha_dropout),
-    torch.feature_alpha_dropout_: _in_place(_raised_feature_alpha_dropout),
+    functional.dropout1d: _raised_by_mask(_scale_kept, _features(3), True),
+    functional.dropout2d: _by_features,
+    functional.dropout3d: _raised_by_mask(_scale_kept, _features(5), True),
+    torch.feature_dropout: _torchs(_by_features),
+    torch.feature_dropout_: _torchs(_by_features, True),
+    functional.alpha_dropout: _alpha_dropout,
+    torch.alpha_dropout: _torchs(_alpha_dropout),
+    torch.alpha_dropout_: _torchs(_alpha_dropout, True),
+    functional.feature_alpha_dropout: _feature_alpha_dropout,
+    torch.feature_alpha_dropout: _torchs(_feature_alpha_dropout),
+    torch.feature_alpha_dropout_: _torchs(_feature_alpha_dropout, True),
     **{layer: _raised_recurrent(standing) for layer, standing in recurrent.RAISED.items()},
 }
 """Torch function -> the same function with `seed_step` and `call`."""

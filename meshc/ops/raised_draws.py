@@ -21,20 +21,18 @@ functional = torch.nn.functional
 BOUND: Final = "  what to do: pass a number, as randint_like(x, 10), or draw outside the model and pass the result in"
 
 
-def _raised_rand(size: Sequence[int], *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
-    return uniform(seed_step, call, list(size), dtype or torch.get_default_dtype())
+def _of_size(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def draw_tensor(size: Sequence[int], *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
+        return draw(seed_step, call, list(size), dtype or torch.get_default_dtype())
+
+    return draw_tensor
 
 
-def _raised_randn(size: Sequence[int], *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
-    return normal(seed_step, call, list(size), dtype or torch.get_default_dtype())
+def _like_input(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def draw_tensor(input: Tensor, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
+        return draw(seed_step, call, input.shape, dtype or input.dtype)
 
-
-def _raised_rand_like(input: Tensor, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
-    return uniform(seed_step, call, input.shape, dtype or input.dtype)
-
-
-def _raised_randn_like(input: Tensor, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
-    return normal(seed_step, call, input.shape, dtype or input.dtype)
+    return draw_tensor
 
 
 def _raised_bernoulli(input: Tensor, p: Tensor | float | None = None, *, seed_step: Tensor, call: int) -> Tensor:
@@ -109,16 +107,14 @@ def _fill_with_draws(values: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Tensor, call: int) -> Tensor:
-    if isinstance(p, Tensor):
-        return input.copy_(bernoulli(seed_step, call, p.detach().expand(input.shape)))
-    return input.copy_(keep_mask(seed_step, call, 1.0 - p, input.shape))
+    return input.copy_(_raised_bernoulli(input, p, seed_step=seed_step, call=call))
 
 
 RAISED: dict[Target, Function] = {
-    torch.rand: _raised_rand,
-    torch.randn: _raised_randn,
-    torch.rand_like: _raised_rand_like,
-    torch.randn_like: _raised_randn_like,
+    torch.rand: _of_size(uniform),
+    torch.randn: _of_size(normal),
+    torch.rand_like: _like_input(uniform),
+    torch.randn_like: _like_input(normal),
     torch.bernoulli: _raised_bernoulli,
     torch.normal: _raised_normal,
     torch.randint: _raised_randint,

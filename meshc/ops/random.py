@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from meshc.ops import philox
 from meshc.ops.definition import misfit, operator, ops
@@ -52,10 +52,6 @@ def keep_scale(p: float) -> float:
 # ---------------------------------------------------------------------------------------------------------------------- operators
 
 
-def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymInt]) -> Tile:
-    return tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
-
-
 def _draw_numbers(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Draws of one kind, in double precision if `dtype` is float64, else in single."""
     bits = 64 if dtype == torch.float64 else 32
@@ -88,7 +84,7 @@ def _of_dropped(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
 )  # fmt: skip
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    out = _draw_numbers("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
+    out = _draw_numbers("uniform", seed_step, call, tile_of(global_shape, local_shape, offsets), local_shape, dtype)
     if dtype in (torch.float16, torch.bfloat16):  # rounded down to the precision of `dtype`, or the result could be 1
         unit = 2.0 / torch.finfo(dtype).eps
         return out.mul_(unit).floor_().div_(unit).to(dtype)
@@ -100,7 +96,7 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
     schema=f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor",
 )  # fmt: skip
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    return _draw_numbers("normal", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
+    return _draw_numbers("normal", seed_step, call, tile_of(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
 
 
 @operator(
@@ -108,7 +104,7 @@ def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shap
     schema=f"(Tensor seed_step, int call, float p, {_TILE}) -> Tensor",
 )  # fmt: skip
 def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
-    tile = _tile(global_shape, local_shape, offsets)
+    tile = tile_of(global_shape, local_shape, offsets)
     mask = torch.empty(tuple(local_shape), dtype=torch.bool, device=seed_step.device)
     philox.draw("mask", tile, None, mask, seed_step, call, threshold=keep_threshold(1.0 - p))
     return mask
@@ -121,7 +117,7 @@ def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, loca
 def _dropout(
     x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape
 ) -> tuple[Tensor, Tensor]:
-    tile = _tile(global_shape, local_shape, offsets)
+    tile = tile_of(global_shape, local_shape, offsets)
     x = x.contiguous()
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     threshold, scale = keep_threshold(1.0 - p), keep_scale(p)
@@ -145,7 +141,7 @@ def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
         return torch.where(mask, grad * scale, 0.0).contiguous()
     grad, mask = grad.contiguous(), mask.contiguous()
     out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    tile = _tile((grad.numel(),), (grad.numel(),), (0,))
+    tile = tile_of((grad.numel(),), (grad.numel(),), (0,))
     philox.draw("backward64" if grad.dtype == torch.float64 else "backward32", tile, out, mask, x=grad, scale=scale)
     return out
 

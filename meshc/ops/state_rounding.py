@@ -48,7 +48,7 @@ def _round_state(
 ) -> None:
     """Add 16 random bits to the pattern of a float32 and drop its lower half; overflow gives infinity, NaN stays NaN."""
     _fit_rounding(state, value, seed_step, name, global_shape, local_shape, offsets)
-    tile = tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
+    tile = tile_of(global_shape, local_shape, offsets)
     value = value.to(torch.float32).contiguous()
     if value.device.type == "cpu" and philox.library() is not None:
         out = state if state.is_contiguous() else torch.empty(state.shape, dtype=state.dtype)

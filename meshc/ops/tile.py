@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsInt
 
 MAX_DIMS = 16
 """Limit of the kernels' index arithmetic."""
@@ -30,9 +32,13 @@ class Tile:
         return row(*self.sizes), row(*self.strides)
 
 
-@functools.lru_cache(maxsize=4096)
-def tile_of(global_shape: tuple[int, ...], local_shape: tuple[int, ...], offsets: tuple[int, ...]) -> Tile:
+def tile_of(global_shape: Sequence[SupportsInt], local_shape: Sequence[SupportsInt], offsets: Sequence[SupportsInt]) -> Tile:
     """The tile of `local_shape` at `offsets` of a row-major tensor of `global_shape`; it may reach past the end (padding)."""
+    return _merge_dims(*(tuple(map(int, entries)) for entries in (global_shape, local_shape, offsets)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _merge_dims(global_shape: tuple[int, ...], local_shape: tuple[int, ...], offsets: tuple[int, ...]) -> Tile:
     if not len(global_shape) == len(local_shape) == len(offsets):
         raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
     if any(size < 0 for size in (*global_shape, *local_shape, *offsets)):
