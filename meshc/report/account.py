@@ -126,16 +126,13 @@ def link_accounts(program: PlainProgram) -> list[LinkAccount]:
     """Accounts of all pairs of ranks that exchange messages, in order."""
     pipeline = _pipeline(program)
     flows, sizes = flow_bytes(program.stages), peak_memory.value_bytes(program)
-    count: Counter[tuple[int, int]] = Counter()
-    total: dict[tuple[int, int], int] = defaultdict(int)
+    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     for link, keys in pipeline.messages.items():
         pair = pipeline.schedule.rank_of(link.source), pipeline.schedule.rank_of(link.target)
-        count[pair] += pipeline.schedule.microbatches
-        total[pair] += pipeline.schedule.microbatches * sum(flows[key] for key in keys)
+        sent[pair] += [sum(flows[key] for key in keys)] * pipeline.schedule.microbatches
     for move in (*pipeline.shared, *pipeline.returned):
-        count[move.source, move.target] += 1
-        total[move.source, move.target] += sizes[move.key]
-    return [LinkAccount(*pair, count[pair], total[pair]) for pair in sorted(count)]
+        sent[move.source, move.target].append(sizes[move.key])
+    return [LinkAccount(*pair, len(each), sum(each)) for pair, each in sorted(sent.items())]
 
 
 def _pipeline(program: PlainProgram) -> Pipeline:

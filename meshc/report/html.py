@@ -305,7 +305,11 @@ def memory_chart(memory: Memory) -> Markup:
     side = ("start", 4) if at < LEFT + width / 2 else ("end", -4)
     parts.append(tag("text", f"peak {bytes_text(memory.total)}", x=f"{at + side[1]:.1f}", y=TOP - 8, text_anchor=side[0], class_="strong"))
     label = f"Memory over a call: {bytes_text(memory.total)} at the peak, of which {bytes_text(memory.kept)} are there for the whole call"
-    return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart", role="img", aria_label=label)
+    return _chart(parts, HEIGHT, label)
+
+
+def _chart(parts: Iterable[Markup], height: int, label: str) -> Markup:
+    return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", class_="chart", role="img", aria_label=label)
 
 
 def _phases(memory: Memory, step: float, height: float) -> list[Markup]:
@@ -355,4 +359,4 @@ def time_chart(spans: Sequence[TimeSpan]) -> Markup:
     label = f"A call of {seconds_text(last)}: {', '.join(seen)}"
     keys = [tag("tspan", f"■ {phase}  ", class_=phase) for phase in seen]
     legend = tag("text", *keys, x=LEFT, y=2 * row + 38)
-    return tag("svg", *parts, *ticks, legend, viewBox=f"0 0 {WIDTH} {2 * row + 46}", class_="chart", role="img", aria_label=label)
+    return _chart([*parts, *ticks, legend], 2 * row + 46, label)

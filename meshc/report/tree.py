@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
@@ -183,12 +183,12 @@ class FoldedValues(NamedTuple):
 
 def values(program: PlainProgram) -> list[tuple[FoldedValues, int]]:
     """(values, count) of all results of operators and collectives, equal ones folded, the largest in total first."""
-    found: dict[FoldedValues, int] = {}
+    found: Counter[FoldedValues] = Counter()
     names: dict[FoldedValues, str] = {}
     for made in _each(program):
         alike = made._replace(name="")
         names.setdefault(alike, made.name)
-        found[alike] = found.get(alike, 0) + 1
+        found[alike] += 1
     return sorted(((one._replace(name=names[one]), count) for one, count in found.items()), key=lambda item: -item[0].bytes * item[1])
 
 

@@ -44,7 +44,7 @@ class HaloExchange:
         lengths = {peer: part.length for peer, part in self._borrowed.items()}
 
         def place_pieces(pieces: Mapping[int, Tensor]) -> Tensor:
-            result = torch.full(_resized_shape(x, dim, self._length), fill, dtype=x.dtype, device=x.device)
+            result = torch.full(resized_shape(x, dim, self._length), fill, dtype=x.dtype, device=x.device)
             for peer, part in self._borrowed.items():
                 result.narrow(dim, part.start - self._start, part.length).copy_(pieces[peer])
             return result
@@ -57,7 +57,7 @@ class HaloExchange:
         lengths = {peer: part.length for peer, part in self._lent.items()}
 
         def add(pieces: Mapping[int, Tensor]) -> Tensor:
-            result = x.new_zeros(_resized_shape(x, dim, self._tile))
+            result = x.new_zeros(resized_shape(x, dim, self._tile))
             for peer, part in self._lent.items():
                 result.narrow(dim, part.start - self._first, part.length).add_(pieces[peer])
             return result
@@ -69,7 +69,7 @@ class HaloExchange:
         mine = {self._rank: sent[self._rank]} if self._rank in sent else {}
         if self._group is None or self._silent:
             return CollectiveWork(finish(mine))
-        shapes = [_resized_shape(x, dim, 0 if peer == self._rank else lengths.get(peer, 0)) for peer in range(self._count)]
+        shapes = [resized_shape(x, dim, 0 if peer == self._rank else lengths.get(peer, 0)) for peer in range(self._count)]
         nothing = x.new_empty(0)
         pieces = [nothing if peer == self._rank else sent.get(peer, nothing) for peer in range(self._count)]
 
@@ -79,5 +79,6 @@ class HaloExchange:
         return all_to_all_pieces(pieces, shapes, self._group).then(sort)
 
 
-def _resized_shape(x: Tensor, dim: int, length: int) -> list[int]:
+def resized_shape(x: Tensor, dim: int, length: int) -> list[int]:
+    """The shape of `x` with another length of a dim."""
     return [*x.shape[:dim], length, *x.shape[dim + 1 :]]

@@ -23,6 +23,7 @@ from meshc.errors import InputError
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.window import tile_bounds, tile_length
 from meshc.runtime.comm.collectives import all_to_all_pieces, split_pieces
+from meshc.runtime.comm.halo_exchange import resized_shape
 
 Bounds = Sequence[tuple[int, int]]
 """First element and number of elements that each rank has."""
@@ -107,7 +108,7 @@ class UnevenBatch:
         if all(_common(have[one], want[other])[1] == 0 for one in ranks for other in ranks if one != other):
             return x if x.shape[dim] == length else _assemble_rows(x, dim, length, [(0, x.narrow(dim, 0, have[me][1]))])
         pieces = [x.narrow(dim, start - have[me][0], count) if count else x.narrow(dim, 0, 0) for start, count in sends]
-        shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for _, count in comes]
+        shapes = [resized_shape(x, dim, count) for _, count in comes]
         assert self._group is not None
         came = split_pieces(all_to_all_pieces(pieces, shapes, self._group).wait(), shapes)
         placed = [(start - want[me][0], one) for (start, _), one in zip(comes, came, strict=True)]
@@ -121,7 +122,7 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _assemble_rows(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
-    result = x.new_zeros([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    result = x.new_zeros(resized_shape(x, dim, length))
     for start, piece in pieces:
         if piece.shape[dim]:
             result.narrow(dim, start, piece.shape[dim]).copy_(piece)
