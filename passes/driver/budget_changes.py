@@ -249,12 +249,7 @@ def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
     ranks = prod(axis.size for axis in left.mesh.axes if role(axis.name) in DATA_ROLES)
     more = [count for count in microbatch_counts(left.placed) if count >= 2 * request.count]
     even = [count for count in more if not any(rows % (count * ranks) for rows in batch_sizes(left.placed))]
-    return next((count for count in even if count >= least), even[-1] if even else next_divisor(left.placed, least))
-
-
-def next_divisor(placed: PlacedModel, least: int) -> int | None:
-    """The smallest number of microbatches from `least` on that divides the batch."""
-    return next((count for count in microbatch_counts(placed) if count >= least), None)
+    return next((count for count in even or more if count >= least), even[-1] if even else None)
 
 
 def microbatch_counts(placed: PlacedModel) -> list[int]:

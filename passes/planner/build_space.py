@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from torch.fx import Node
 
-from meshc.ir import is_getitem, leaves, op_name, records, value_of
+from meshc.ir import is_getitem, op_name, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Sharding
@@ -29,6 +29,7 @@ from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.place.token_shardings import backward_map, sharding_by_tokens
 from meshc.passes.planner.decision_counts import count_values, neighbours, storage_neighbours, twin_decisions
 from meshc.passes.planner.decision_options import OptionRules
+from meshc.passes.planner.fold import constant_arguments
 from meshc.passes.planner.search_space import Axes, DecidedValue, Decision, Form, Key, Landing, LayoutCopy, Option, Reading, SearchSpace
 from meshc.program import packing
 from meshc.program.program import Port
@@ -295,7 +296,7 @@ class _SpaceBuilder:
                 return
             if not packing.is_view(value[0]):
                 through.insert(0, self._layout_copy(instance))
-            shape.append((str(value[0].target), value[1], tuple(map(str, leaves_of(value[0])))))
+            shape.append((str(value[0].target), value[1], tuple(map(str, constant_arguments(value[0])))))
             want, _ = backward_map(instance, value[1], want, self._whole_sharding(instance.values[0]))
             defers = defers and not instance.rule.settles
             value = instance.values[0]
@@ -334,12 +335,6 @@ def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
 
 def _as_items(legal: Mapping[str, list[int | None]]) -> tuple[tuple[str, tuple[int | None, ...]], ...]:
     return tuple((axis, tuple(may)) for axis, may in legal.items())
-
-
-def leaves_of(node: Node) -> tuple[object, ...]:
-    """Leaves of a call's arguments, with None in place of nodes."""
-    found = (one for argument in (*node.args, *node.kwargs.values()) for one in leaves(argument))
-    return tuple(None if isinstance(one, Node) else one for one in found)
 
 
 def _bytes(shape: tuple[int, ...], dtype: object) -> int:

@@ -48,9 +48,8 @@ class MemoryModel:
         self.model = model
         self._gaps = live_range_gaps((value for group in model.groups for value in group.values), placed) if again else {}
         self._parts = chunk_shares(placed) if again else {}
-        self._own_spans: dict[Value, tuple[Span, ...]] = {}
-        self._form_spans: dict[tuple[Value, tuple[int, ...], bool], tuple[Span, ...]] = {}
-        """Spans by the first value of a group; of wanted forms also by readings, and by whether the given form is partial."""
+        self._known_spans: dict[tuple[Value, tuple[int, ...] | None, bool], tuple[Span, ...]] = {}
+        """By the first value of a group; of wanted forms also by readings, and by whether the given form is partial."""
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -83,49 +82,37 @@ class MemoryModel:
             lies = int(group.given[pick[group.maker]])
             partial = bool(group.lies[lies][1])
             if not partial:
-                _add(at, self._own(group), group.held[lies])
+                _add(at, self._spans(group), group.held[lies])
             for (wants, _), legs in group.changes(pick).items():
                 if group.lies[lies] != group.wants[wants]:
-                    _add(at, self._form(group, legs, partial), group.brought[wants])
+                    _add(at, self._spans(group, legs, partial), group.brought[wants])
         return np.cumsum(at)[:-1]
 
     # ----------------------------------------------------------------------------------------------------------------------- one moment
 
     def held_at(self, moment: int, group: ValueGroup) -> float:
         """Number of a group's values that are alive in their given form, casts and copies counted by their size."""
-        return sum(share for start, end, share in self._own(group) if start <= moment <= end)
+        return sum(share for start, end, share in self._spans(group) if start <= moment <= end)
 
     def resharded_at(self, moment: int, group: ValueGroup, legs: Sequence[Leg], partial: bool) -> float:
         """Number of a group's values that are alive in a form that `legs` want; `partial`: whether the given form is."""
-        return sum(share for start, end, share in self._form(group, legs, partial) if start <= moment <= end)
+        return sum(share for start, end, share in self._spans(group, legs, partial) if start <= moment <= end)
 
-    def _own(self, group: ValueGroup) -> tuple[Span, ...]:
-        key = group.values[0].root
-        if key not in self._own_spans:
-            self._own_spans[key] = tuple(span for value in group.values for span in self._own_of(group, value))
-        return self._own_spans[key]
+    def _spans(self, group: ValueGroup, legs: Sequence[Leg] | None = None, partial: bool = False) -> tuple[Span, ...]:
+        """Live ranges of a group's values in their given form, or in the form that `legs` want."""
+        read = None if legs is None else tuple(at for leg in legs for at in leg.readings)
+        key = group.values[0].root, read, partial
+        if key not in self._known_spans:
+            self._known_spans[key] = tuple(span for value in group.values for span in self._spans_of(value, read, partial))
+        return self._known_spans[key]
 
-    def _own_of(self, group: ValueGroup, value: DecidedValue) -> Iterator[Span]:
-        gap = self._gaps.get(value.root)
-        spans = own_span(group, value, self.length) if gap is None else outside_gap(_own_span(value, self.length, False), gap)
-        return self._part(value, spans)
-
-    def _form(self, group: ValueGroup, legs: Sequence[Leg], partial: bool) -> tuple[Span, ...]:
-        readings = tuple(at for leg in legs for at in leg.readings)
-        key = group.values[0].root, readings, partial
-        if key not in self._form_spans:
-            self._form_spans[key] = tuple(span for value in group.values for span in self._form_of(value, readings, partial))
-        return self._form_spans[key]
-
-    def _form_of(self, value: DecidedValue, readings: Sequence[int], partial: bool) -> Iterator[Span]:
-        gap = self._gaps.get(value.root)
-        spans = resharded_span(value, readings, partial, self.length, seams=gap is None)
-        return self._part(value, spans if gap is None else outside_gap(spans, gap))
-
-    def _part(self, value: DecidedValue, spans: Iterator[Span]) -> Iterator[Span]:
-        """Spans of a value, in the share of one chunk if a chunked head makes it."""
-        part = self._parts.get(value.root[0])
-        return spans if part is None else ((first, last, share * part) for first, last, share in spans)
+    def _spans_of(self, value: DecidedValue, read: Sequence[int] | None, partial: bool) -> Iterator[Span]:
+        """Live ranges of one value, outside its gap, and in the share of one chunk if a chunked head makes it."""
+        gap, part = self._gaps.get(value.root), self._parts.get(value.root[0], 1.0)
+        for left_out in (False, True) if value.count > 1 and gap is None else (False,):
+            times = part * (value.count - 1.0 if left_out else 1.0)
+            spans = own_span(value, self.length, left_out) if read is None else resharded_span(value, read, partial, self.length, left_out)
+            yield from ((first, last, times * share) for first, last, share in (spans if gap is None else outside_gap(spans, gap)))
 
 
 def _add(at: Floats, spans: Iterable[Span], size: float) -> None:
@@ -134,15 +121,9 @@ def _add(at: Floats, spans: Iterable[Span], size: float) -> None:
         at[end + 1] -= size * share
 
 
-def own_span(group: ValueGroup, value: DecidedValue, length: int) -> Iterator[tuple[int, int, float]]:
-    """Live range of a value in its given form, and those of its copies on the way to readers."""
-    yield from _own_span(value, length, False)
-    if value.count > 1:
-        yield from ((first, last, (value.count - 1) * share) for first, last, share in _own_span(value, length, True))
-
-
-def _own_span(value: DecidedValue, length: int, left_out: bool) -> Iterator[tuple[int, int, float]]:
-    """`left_out`: for values of omitted layers, at the seams."""
+def own_span(value: DecidedValue, length: int, left_out: bool) -> Iterator[Span]:
+    """Live range of a value in its given form, and those of its copies on the way to readers. `left_out`: for values of omitted layers, at
+    the seams."""
     whole = value.elements * value.itemsize
     last = _begin(value, left_out)
     copies: dict[object, tuple[int, int, int]] = {}
@@ -154,30 +135,24 @@ def _own_span(value: DecidedValue, length: int, left_out: bool) -> Iterator[tupl
             copies[copied.node] = start, max(until, end), size
             end = _stop(reading.through[0], left_out)
         last = max(last, end)
-    if value.root[0].op != "placeholder" and not _is_updated(value.decision):  # an update is in place
+    updated = isinstance(value.decision, tuple) and value.decision[0] == "state"
+    if value.root[0].op != "placeholder" and not updated:  # an update is in place
         yield from _span(_begin(value, left_out), max(last, _stop(value, left_out)), 1.0)
     for start, until, size in copies.values():
         yield from _span(start, until, size / whole if whole else 0.0)
 
 
-def resharded_span(value: DecidedValue, read: Sequence[int], partial: bool, length: int, seams: bool = True) -> Iterator[Span]:
-    """Live range of a form for the readings `read`; the form of a `partial` value begins where the value is made. `seams`: with omitted
-    layers."""
+def resharded_span(value: DecidedValue, read: Sequence[int], partial: bool, length: int, left_out: bool) -> Iterator[Span]:
+    """Live range of a form for the readings `read`; the form of a `partial` value begins where the value is made. `left_out`: likewise."""
     readings = [value.readings[at] for at in read]
-    for left_out in (False, True) if value.count > 1 and seams else (False,):
-        first = _begin(value, left_out) if partial else min(_begin(reading, left_out) for reading in readings)
-        last = max(_end(reading, length, left_out) for reading in readings)
-        yield from _span(first, last, value.count - 1.0 if left_out else 1.0)
+    first = _begin(value, left_out) if partial else min(_begin(reading, left_out) for reading in readings)
+    yield from _span(first, max(_end(reading, length, left_out) for reading in readings), 1.0)
 
 
-def _span(start: int, until: int, share: float) -> Iterator[tuple[int, int, float]]:
+def _span(start: int, until: int, share: float) -> Iterator[Span]:
     """Span that ends before `until`; none if it starts there: a value made and read between the same two positions."""
     if until > start:
         yield start, until - 1, share
-
-
-def _is_updated(decision: object) -> bool:
-    return isinstance(decision, tuple) and decision[0] == "state"
 
 
 def _end(reading: Reading, length: int, left_out: bool) -> int:

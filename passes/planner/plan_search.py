@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Final
 
@@ -87,13 +87,14 @@ class PlanSearch:
         placed = self.placed
         self._open = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
         self._baseline = _baseline(placed, self._open)
-        sizes = {axis: placed.sizes[axis] for axis in searched_axes(placed)}
+        axes = searched_axes(placed)
+        sizes = {axis: placed.sizes[axis] for axis in axes}
         self._operators = OperatorPrices(placed.factors, placed.mesh, sizes, self.device)
         self._moves = ReshardPrices(placed.mesh, sizes, self.device)
         self._hidden: float | None = None
         self.some = len(self._open) > ALL_OF
         """Whether options are those around a plan, since there are too many axes for all."""
-        self._survey(_options_of_plan(searched_axes(placed), by_roles(placed, self._open)) if self.some else None)
+        self._survey(partial(option_of, axes, plan=by_roles(placed, self._open)) if self.some else None)
         if self.some:
             self._refine_options(lambda: self._search_unbounded().pick)
 
@@ -249,10 +250,6 @@ def by_roles(placed: PlacedModel, axes: Sequence[str]) -> Assignment:
     kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
     request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
     return assign(annotate(placed.with_request(request))).require_assignment()
-
-
-def _options_of_plan(axes: Sequence[str], plan: Assignment) -> Base:
-    return lambda decision: option_of(axes, decision, plan)
 
 
 def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | None:

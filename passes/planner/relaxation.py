@@ -178,10 +178,6 @@ class ProgramColumns:
         self.cost += costs.tolist()
         return len(self.cost) - len(costs) + np.arange(len(costs))
 
-    def _costs(self, columns: Numbers, more: Floats) -> None:
-        for column, cost in zip(columns.tolist(), more.tolist(), strict=True):
-            self.cost[column] += cost
-
     def _enter(self, rows: Numbers, columns: Numbers, value: float) -> None:
         self.entries[0].extend(rows.tolist())
         self.entries[1].extend(columns.tolist())
@@ -215,7 +211,9 @@ class ProgramColumns:
         moved = [stays[rows] != forms for rows, forms, _ in found]
         if not self.moments and len(group.legs) == 1 and group.legs[0].reader != group.maker:
             (rows, forms, columns), (changes,) = found[0], moved
-            self._costs(columns[changes], group.legs[0].price[rows[changes], forms[changes]] * group.count)
+            costs = group.legs[0].price[rows[changes], forms[changes]] * group.count
+            for column, cost in zip(columns[changes].tolist(), costs.tolist(), strict=True):
+                self.cost[column] += cost
             return
         used: dict[tuple[int, int, str], list[ChangeUse]] = {}
         for leg, (rows, forms, columns), changes in zip(group.legs, found, moved, strict=True):

@@ -117,18 +117,12 @@ class ReshardPrices:
     def messages(
         self, moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
     ) -> tuple[Message, ...]:
-        names: dict[str, str] = {}
+        moving = [axis for pair in moved for axes in pair for axis in axes]
+        names = {axis: f"{number}" for number, axis in enumerate(dict.fromkeys((*moving, *(axis for axis, _ in (*before, *after)))))}
         part = 1.0
-        for pair in moved:
-            for axis in pair[0]:
+        for source, _ in moved:
+            for axis in source:
                 part /= self.sizes[axis]
-            for axes in pair:
-                for axis in axes:
-                    if axis not in names:
-                        names[axis] = f"{len(names)}"
-        for axis, _ in (*before, *after):
-            if axis not in names:
-                names[axis] = f"{len(names)}"
         renamed = (
             tuple([(tuple([names[axis] for axis in one]), tuple([names[axis] for axis in other])) for one, other in moved]),
             tuple([(names[axis], how) for axis, how in before]), tuple([(names[axis], how) for axis, how in after]),

@@ -58,7 +58,8 @@ def write_plan(placed: PlacedModel, axes: Sequence[str]) -> Plan:
 def difference(placed: PlacedModel) -> str:
     """First difference between the assignment by the plan alone, read from its text, and that by the choices; "" if none."""
     try:
-        again = assign(annotate(replace(placed, plan=_reparse(placed.plan), choices=None))).require_assignment()
+        reread = Plan(str(placed.plan)).having(placed.plan.axes)
+        again = assign(annotate(replace(placed, plan=reread, choices=None))).require_assignment()
     except PlanError as error:
         return str(error)
     return _difference(placed.require_assignment(), again)
@@ -66,11 +67,6 @@ def difference(placed: PlacedModel) -> str:
 
 def _with_entries(plan: Plan, found: Mapping[str, AxisEntry]) -> Plan:
     return plan.having(found.get(entry.axis, entry) for entry in plan.axes)
-
-
-def _reparse(plan: Plan) -> Plan:
-    """The plan as read from its text."""
-    return Plan(str(plan)).having(plan.axes)
 
 
 def _difference(one: Assignment, other: Assignment) -> str:
@@ -217,7 +213,10 @@ def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]
         terms = [
             FactorTerm(factor, region) for factor in sorted({one.taken for one in left if one.taken is not None}) for region in REGIONS
         ]
-        gains = {term: _gain(placed, term, left) for term in terms if not UNNAMED.fullmatch(term.factor)}
+        gains = {
+            term: sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
+            for term in terms if not UNNAMED.fullmatch(term.factor)
+        }  # fmt: skip
         best = max(gains, key=lambda term: (gains[term], term.region is None, str(term)), default=None)
         if best is None or gains[best] <= 0:
             break
@@ -228,10 +227,6 @@ def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]
 
 def _matches_term(placed: PlacedModel, term: FactorTerm, one: _OperatorOffer) -> bool:
     return term.factor in one.offered and (term.region is None or in_region(one.node, term.region, placed.names))
-
-
-def _gain(placed: PlacedModel, term: FactorTerm, left: Sequence[_OperatorOffer]) -> int:
-    return sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
 
 
 # Candidate entries of an axis, compared with the choices at each operator, the others and all other axes decided as chosen.

@@ -32,7 +32,7 @@ def drawn(seed: int, classes: int = 5) -> tuple[CostModel, MemoryModel]:
         readers = random.choice(classes, random.integers(1, 4))
         model.groups.append(_group(random, model, nodes, maker, [int(one) for one in readers], length))
     memory = MemoryModel.__new__(MemoryModel)
-    memory._gaps, memory._parts, memory._own_spans, memory._form_spans = {}, {}, {}, {}
+    memory._gaps, memory._parts, memory._known_spans = {}, {}, {}
     memory.model, memory.length, memory.fixed = model, length, 7 * GIGA
     memory.stored = [random.integers(0, 10, len(row)) * GIGA for row in own]
     return model, memory
