@@ -18,6 +18,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,13 +27,14 @@ from torch.fx.node import Argument
 
 from meshc.check.guards import guard_function
 from meshc.check.operators import error_at_line
-from meshc.errors import MeshcError
+from meshc.errors import MeshcError, StateError
 from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import last_reads, output_of, placeholders, values_freed_after
 from meshc.ir.keys import is_a
 from meshc.ir.schemas import in_place_form
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
+from meshc.lazy_module import LazyModule
 from meshc.ops.implementations import direct
 from meshc.private import OpOverload
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
@@ -42,6 +44,11 @@ from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo_exchange, host, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.stage_memory import StageMemory
+
+if TYPE_CHECKING:
+    from meshc.runtime.run import inductor
+else:
+    inductor = LazyModule("meshc.runtime.run.inductor")
 
 RunStage = Callable[..., list[torch.Tensor]]
 """`run(inputs, mb, env, done)` -> outputs; an output that starts early is returned as a collective in flight."""
@@ -312,6 +319,24 @@ class StageWriter:
         dead = [self.env[value] for value in values if value in self.env and not any(value in some for some in alive)]
         if dead:
             self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
+
+
+def generate(*stage: Any) -> RunStage:
+    """A stage's function, of `StageWriter`'s arguments."""
+    return StageWriter(*stage).function()
+
+
+MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": lambda *stage: inductor.compile_regions(*stage)}
+"""From the name of a backend to the function that makes a stage executable on this rank. Another backend is a file beside `inductor.py` and
+an entry here. Its name is listed in `BACKENDS` of `meshc/program/program.py`, and what the compiler does for it, which the program's text
+then shows, in `passes/lower/group_regions.py`."""
+
+
+def maker(backend: str) -> Callable[..., RunStage]:
+    """The function that makes a stage executable. Raises StateError for an unknown backend."""
+    if backend not in MAKERS:
+        raise StateError(f"the program is for the backend {backend!r}, which this runtime does not know")
+    return MAKERS[backend]
 
 
 def _with_error_lines(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:

@@ -26,8 +26,7 @@ from meshc.runtime.agreement.compare import all_refuse
 from meshc.runtime.comm.channels import Channels
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
-from meshc.runtime.run.backends import generate, maker
-from meshc.runtime.run.codegen import RunStage
+from meshc.runtime.run.codegen import RunStage, generate, maker
 from meshc.runtime.run.recorder import TraceRecorder
 
 

@@ -6,10 +6,10 @@ executor, and returns outputs as the model would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from meshc.runtime.comm import collectives
 from meshc.runtime.comm.uneven_rows import UnevenBatch
 from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.run.backward_programs import BackwardPrograms, Make
-from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.duplicate_batches import DuplicateBatchCheck
 from meshc.runtime.run.executor import Executor
@@ -74,6 +73,41 @@ OF_PARTS: Final = (
     "but they have the same part of the batch: no axis with a data role (dp, dp_shard) lies between them.\n"
     '  what to do: deal the batch out by the data axes alone, or pass the whole batch everywhere and compile with inputs="global"'
 )
+
+
+class CachePorts:
+    """Cache inputs and outputs: which output is the same buffer as which input, and the local tensors known of inputs. There is one call
+    per token, so the local tensor of a buffer is remembered until another buffer comes in its place.
+
+    names   names of the ports that are parts of a cache
+
+    same    for each output the index of the input with its name and sharding; None if there is none
+    beside  indices of outputs that are no part of a cache
+    """
+
+    def __init__(self, inputs: Sequence[Port], results: Sequence[Port], names: Collection[str]) -> None:
+        places = {port.name: place for place, port in enumerate(inputs) if port.name in names}
+        found = [places.get(port.name) for port in results]
+        alike = [place is not None and inputs[place].sharding == port.sharding for place, port in zip(found, results, strict=True)]
+        self.same = [place if fits else None for place, fits in zip(found, alike, strict=True)]
+        self.beside = [at for at, port in enumerate(results) if port.name not in names]
+        self._pairs = [(at, place) for at, place in enumerate(self.same) if place is not None]
+        self._may_stand = len(self._pairs) + len(self.beside) == len(results) and bool(self._pairs)
+        self._as_taken: list[ref[DTensor] | None] = [None] * len(inputs)
+
+    def stand(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether there are caches, and every cache output is the tensor that was passed as its input."""
+        return self._may_stand and all([leaves[at] is tensors[place] for at, place in self._pairs])
+
+    def as_taken(self, place: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The local tensor of an input that `note` has seen; None for another tensor."""
+        known = self._as_taken[place]
+        return tensor._local_tensor if known is not None and known() is tensor and isinstance(tensor, DTensor) else None
+
+    def note(self, place: int, tensor: torch.Tensor, taken: torch.Tensor) -> None:
+        """Remembers `tensor` if the program takes its own local tensor."""
+        if isinstance(tensor, DTensor) and taken is tensor._local_tensor:
+            self._as_taken[place] = ref(tensor)
 
 
 class Session:

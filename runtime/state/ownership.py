@@ -25,7 +25,7 @@ from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
 from meshc.runtime.state.forward_bar import ForwardBar, put_bar, take_bars
-from meshc.runtime.state.state_dict_callers import classify_caller, takes_dtensors, warn_optimizer_caller
+from meshc.runtime.state.whole_state import classify_caller, takes_dtensors, warn_optimizer_caller
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store

@@ -43,9 +43,7 @@ from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import single_thread_context
 from meshc.runtime.state import adoption, exchanges, optimizer_state, ownership, random_draws, reads, state_dicts, views
 from meshc.runtime.state.changes import Changes
-from meshc.runtime.state.live_tensor_check import LiveTensorCheck
-from meshc.runtime.state.stored_allocation import allocate_stored_tensor
-from meshc.runtime.state.stored_tensor import StoredTensor
+from meshc.runtime.state.stored_tensor import LiveTensorCheck, StoredTensor, allocate_stored_tensor
 
 
 class Store:

@@ -1,11 +1,17 @@
-"""Stored tensor: the program's buffer, and the DTensor that the user sees of the same values."""
+"""Stored tensor: the program's buffer, and the DTensor that the user sees of the same values; its allocation; whether it is as it was.
+
+    shared      the DTensor's local tensor is the program's buffer, or a view of all but its padding
+    otherwise   a copy in torch's layout
+    offloaded      both on the rank's host, in memory or in a file
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
@@ -14,9 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.errors import StateError
+from meshc.ir import layouts
+from meshc.ir.keys import name_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.storage_moves import Storage
 from meshc.optimizer.optimizer import Slot
+from meshc.runtime.comm.disk import COPIES
+from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.comm.transfers import Transfers
 
 EDITS: Final[Counter[int]] = Counter()
@@ -154,3 +164,70 @@ class StoredTensor:
                 f"  why: its storage {self.sharding} is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
                 "  what to do: call program.sync() before you change parameters or optimizer state between steps"
             )
+
+
+def allocate_stored_tensor(
+    key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, home: Transfers, device: torch.device, *,
+    distributed: bool, storage: Storage,
+) -> StoredTensor:  # fmt: skip
+    """A stored tensor of this rank's `tile`, of zeros without one. The other parameters are those of `Store.hold`."""
+    elsewhere = distributed and isinstance(home, StageTransfers) and not home.member
+    if tile is None:
+        tile = torch.zeros((0,) if elsewhere else layouts.local_shape(sharding, home.sizes), dtype=dtype, device=device)
+    copy = COPIES.get(storage)
+    if copy is not None:
+        tile = copy(tile, name_of(key), device)
+    live = local = tile
+    placements: tuple[Placement, ...] = ()
+    shares = not distributed or layouts.shares_memory(sharding, home.mesh)
+    if distributed:
+        placements, local = layouts.torch_placements(sharding, home.mesh), home.to_chunk(tile, sharding)
+        if not shares:
+            local = local.clone(memory_format=torch.contiguous_format) if copy is None else copy(local, name_of(key), device)
+        live = _wrap_dtensor(local, shape, placements, home, device)
+    held = StoredTensor(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shares or elsewhere, home)
+    held.storage = storage
+    held.lags = not distributed and isinstance(home, StageTransfers)
+    return held
+
+
+def _wrap_dtensor(
+    local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], home: Transfers, device: torch.device
+) -> DTensor:
+    """The DTensor whose local tensor is `local`."""
+    offloaded = local.device.type != device.type
+    under = local.to("meta") if offloaded else local  # torch would move it to the mesh's device
+    seen = layouts.dtensor_of(under, home.mesh.device_mesh, placements, shape)
+    return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen
+
+
+_dtype, _device, _local = attrgetter("dtype"), attrgetter("device.type"), attrgetter("_local_tensor")
+_memory, _wrapper = attrgetter("memory"), attrgetter("wrapper")
+
+
+class LiveTensorCheck:
+    """Identity check, at each call, that a model's parameters and buffers are in their places, unchanged: each live tensor of its dtype, on
+    its device, with its own memory and wrapper. If not, `adoption` finds what has changed, and whether that is allowed. It is of tensors
+    stored now, without optimizer state."""
+
+    def __init__(self, held: Iterable[StoredTensor]) -> None:
+        mine = [one for one in held if not one.of]
+        rows = [(members, name, one.live) for one in mine for members, name in one.places]
+        self._members, self._names = [row[0] for row in rows], [row[1] for row in rows]
+        self._stand: list[Tensor] = [row[2] for row in rows]
+        self._lives: list[Tensor] = [one.live for one in mine]
+        self._held = [one for one in mine if isinstance(one.live, DTensor)]
+        self._distributed = [one.live for one in self._held]
+        self._dtypes: list[torch.dtype] = [one.dtype for one in mine]
+        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # a DTensor's device follows from its memory
+        self._plain = [one.live for one in plain]
+        self._devices: list[str] = [one.buffer.device.type for one in plain]
+
+    def is_unchanged(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._members, self._names), self._stand))
+            and list(map(_dtype, self._lives)) == self._dtypes
+            and list(map(_device, self._plain)) == self._devices
+            and all(map(is_, map(_local, self._distributed), map(_memory, self._held)))
+            and all(map(is_, map(Tensor.untyped_storage, self._distributed), map(_wrapper, self._held)))
+        )

@@ -16,7 +16,7 @@ from meshc.plan.plan import Plan
 from meshc.program import packing
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.run.backends import generate
+from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.inductor import compile_regions
 from tests.broad import broad
 

@@ -15,7 +15,7 @@ from meshc.ir import Record, set_record, spmd
 from meshc.passes.lower.group_regions import group_stage
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.run.backends import generate
+from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.inductor import _compilation_units, compile_regions
 from meshc.text.parse import parse_stage
 
