@@ -224,7 +224,8 @@ class Compilations:
             args, kwargs = call.arguments()
             with self.failure_guard("compile"):
                 with self.world.refusable():
-                    self._refuse_changed()
+                    if (store := self._store_there) is not None:
+                        store.refuse_changed_model()  # before it is traced as something else than the store holds
                 self._follow_store()
                 told = job_key.describe_compilation(self.asked, args, kwargs, key)
                 because = descriptions.VALUES if changed else descriptions.INPUTS
@@ -235,7 +236,9 @@ class Compilations:
                 key, compilation = self._compile(call, changed, told)
                 self.kept[key] = compilation
                 if len(self.kept) > self.asked.options.debugging.kept_sizes:
-                    self._drop()
+                    del self.kept[oldest := next(iter(self.kept))]  # not used for longest, on all ranks the same: calls come in one order
+                    if not self.asked.dynamic:
+                        del self.general[oldest]
                 self._several = len({each.inputs for each in self.kept}) > 1
         elif changed:
             self.world.agree("call", {descriptions.VALUES: "; ".join(changed)}, error=partial(self._refusal, {}))
@@ -260,22 +263,10 @@ class Compilations:
             self._called = self._called or board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
             self._called.note(*call.known.sizes)
 
-    def _drop(self) -> None:
-        """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
-        oldest = next(iter(self.kept))
-        del self.kept[oldest]
-        if not self.asked.dynamic:
-            del self.general[oldest]
-
     @property
     def _store_there(self) -> Store | None:
         """The model's store, which another program of it may have made."""
         return self.store or Store.of(self.asked.module)
-
-    def _refuse_changed(self) -> None:
-        """Raises StateError for a model that is no longer what its store holds, before it is traced as something else."""
-        if (store := self._store_there) is not None:
-            store.refuse_changed_model()
 
     def _follow_store(self) -> None:
         """Where the model lives on axes that were taken apart for another program, this one is for them too."""

@@ -27,6 +27,7 @@ from meshc.passes.memory.recomputable import recomputable_of_stage
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.memory_lines import RematLine
+from meshc.program.program import PlainProgram
 from meshc.report.explanation import PlanAlternative, RetainedValue
 from meshc.report.tables import bytes_text, placement
 
@@ -54,7 +55,7 @@ def names_values(name: str) -> bool:
 
 
 def _may_mean(lowered: LoweredProgram, name: str) -> bool:
-    return names_values(name) or any(value_name(name) == node.name for node in _all(lowered))
+    return names_values(name) or any(value_name(name) == node.name for node in recorded_calls(lowered))
 
 
 def value_name(name: str) -> str:
@@ -63,8 +64,9 @@ def value_name(name: str) -> str:
     return "" if found is None else found[1]
 
 
-def _all(lowered: LoweredProgram) -> list[Node]:
-    return [node for stage in lowered.stages.values() for node in stage.graph.nodes if node.op == "call_function" and has_record(node)]
+def recorded_calls(program: LoweredProgram | PlainProgram) -> list[Node]:
+    """The operators of all stages that have records."""
+    return [node for stage in program.stages.values() for node in stage.graph.nodes if node.op == "call_function" and has_record(node)]
 
 
 def before(lowered: LoweredProgram) -> LoweredProgram:
@@ -93,7 +95,7 @@ class _ValueMatcher:
         if name.startswith("value:"):
             means = {of for path, of in _returned_values(self.lowered) if fnmatchcase(path, name.removeprefix("value:"))}
         else:
-            means = {_first(other).of for other in _all(self.lowered) if other.name == value_name(name)}
+            means = {_first(other).of for other in recorded_calls(self.lowered) if other.name == value_name(name)}
         return lambda one: bool(one.of) and one.of in means
 
 
@@ -124,7 +126,7 @@ class _Remembering:
         self.lowered, self.graph, self.device = lowered, graph, devices_of(lowered.mesh).slowest()
         self.widest = recomputable_of_stage(graph, WIDER[-1])
         self.there = peak_liveness(lowered.as_program()).values
-        self.kept = {record_of(node) for node in _all(lowered) if any(_is_late(node, user) for user in node.users)}
+        self.kept = {record_of(node) for node in recorded_calls(lowered) if any(_is_late(node, user) for user in node.users)}
 
     def of(self, node: Node) -> RetainedValue:
         widest = self.widest
@@ -143,7 +145,7 @@ class _Remembering:
 
     def _fate(self, node: Node, inside: Collection[Node]) -> tuple[str, str]:
         """Fate of a value in the program (kept, recomputed, offloaded, ...), and the reason."""
-        forms = [one for one in _all(self.lowered) if _first(one).of == record(node).of]
+        forms = [one for one in recorded_calls(self.lowered) if _first(one).of == record(node).of]
         offloaded = next((one for one in forms if one.target is spmd.to_host), None)
         if offloaded is not None:
             return OFFLOADED, record(offloaded).reason

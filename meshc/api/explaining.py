@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from meshc.api.explain_values import explain_values, names_values, value_name
+from meshc.api.explain_values import explain_values, names_values, recorded_calls, value_name
 from meshc.cost.devices import devices_of
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
@@ -165,8 +165,7 @@ class _Explaining:
 
     def _line(self, name: str) -> Node | None:
         """The node that a line of the program, or a value's name, means."""
-        nodes = (node for stage in self.program.stages.values() for node in stage.graph.nodes)
-        return next((node for node in nodes if node.name == value_name(name) and node.op == "call_function" and has_record(node)), None)
+        return next((node for node in recorded_calls(self.program) if node.name == value_name(name)), None)
 
     def _line_origin(self, node: Node) -> ProgramLine:
         record = records(node)[0]

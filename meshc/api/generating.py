@@ -87,7 +87,7 @@ def of_parts(asked: CompileArguments, world: World, model: Any, args: Sequence[A
         _refuse_unlike(told)
         before = max(_length(one) for one in told) - _length(mine)
         whole = {name: torch.cat(rows).to(device) for name, rows in _pad_prompts(model, told).items()}
-    counts = [_rows(one) for one in told]
+    counts = [len(next(iter(one.values()))) for one in told]
     generate: Any = own(model)
     with _draw_by_parts(states, counts, place, device) as drawn:
         tokens = generate(**whole, **rest)
@@ -208,10 +208,6 @@ def _pad_prompts(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Te
             missing = longest - one.shape[1]
             rows[at] = torch.nn.functional.pad(one, (0, missing) if _encodes(model) else (missing, 0), value=value)
     return found
-
-
-def _rows(one: Prompts) -> int:
-    return len(next(iter(one.values())))
 
 
 def _length(one: Prompts) -> int:

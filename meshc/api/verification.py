@@ -69,7 +69,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     if store is None:
         return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
     with program.guarded("verify"):
-        world.agree("verify", {"what they verify": f"inputs {_inputs_text(inputs)}; dtype {dtype}"})
+        text = "none" if inputs is None else call_keys.describe_inputs(*_as_arguments(inputs))
+        world.agree("verify", {"what they verify": f"inputs {text}; dtype {dtype}"})
         with world.refusable():
             store.refuse_unfilled()
         args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
@@ -87,10 +88,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     return verification.Report(found["tolerance"], found["amplified"], rows, moved, single=found["single"])
 
 
-def _inputs_text(inputs: Inputs) -> str:
-    if inputs is None:
-        return "none"
-    return call_keys.describe_inputs((), inputs) if isinstance(inputs, Mapping) else call_keys.describe_inputs(inputs, {})
+def _as_arguments(inputs: Mapping[str, object] | Sequence[object]) -> Arguments:
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
 def _plain(inputs: Arguments) -> Arguments:
@@ -167,15 +166,6 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 """Of programs of open sizes, which are verified at several, what they were compared by last."""
 
 
-def _twins(program: Program, key: tuple[object, ...], request: Request) -> Twins:
-    found = _OPEN.get(program)
-    if found is None or not found.same(key):
-        found = Twins(key, request)
-        if program.general.dynamic:
-            _OPEN[program] = found
-    return found
-
-
 def reference_of(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
 ) -> verification.Reference:
@@ -207,7 +197,11 @@ def _verify_there(
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
         held = program.asked.context_key(ModuleWatch(twin).state(), program.compilations.spec)
-        again = _twins(program, (program.general, double, held), request)
+        key, again = (program.general, double, held), _OPEN.get(program)
+        if again is None or not again.same(key):
+            again = Twins(key, request)
+            if program.general.dynamic:
+                _OPEN[program] = again
         singles.extend(again.singles)
         plain = instance.program_for_shapes(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
@@ -341,8 +335,7 @@ def verify_update(
 
 def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, object], program: Program) -> Arguments:
     if inputs is not None:
-        given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        return program.asked.by_name(*given)
+        return program.asked.by_name(*_as_arguments(inputs))
     generator = torch.Generator().manual_seed(0)
 
     def random(leaf: object) -> object:

@@ -39,8 +39,11 @@ class World:
         self._groups: Groups | None = None
         self._under = dist.group.WORLD if dist.is_available() else None
         self._number = 0 if board is None or mesh.device_mesh is None else board.numbers.count_program()
-        if mesh.device_mesh is not None:
-            _refuse_other_world(mesh, dist.get_world_size())
+        if mesh.device_mesh is not None and mesh.world_size != (world := dist.get_world_size()):
+            raise StateError(
+                f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
+                f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
+            )
 
     @property
     def has_ranks(self) -> bool:
@@ -107,12 +110,3 @@ class World:
                 "the process group that this program was compiled under has been destroyed, and its groups with it\n"
                 "  what to do: call it before torch.distributed.destroy_process_group(), or compile again under the new group"
             )
-
-
-def _refuse_other_world(mesh: Mesh, world: int) -> None:
-    """Raises StateError unless the mesh has as many ranks as were started."""
-    if mesh.world_size != world:
-        raise StateError(
-            f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
-            f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
-        )

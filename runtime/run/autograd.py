@@ -59,15 +59,12 @@ class ForwardCall:
         self.step, self.calling = session.store.step, session.calling
         self.moves = session.store.moves
         self.inputs, self.scale, self.times, self.numbers = inputs, scale, times, numbers
-        self.saved: dict[str, torch.Tensor] = {}
-        self.memory: set[int] = set()
-        """Storage addresses of the saved values."""
-        self._began: Mapping[int, str] = {}
-        self._given = _WriteTracker({}, session.store)
 
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
-        self.saved, self.memory, self._began = saved, {memory_of(value) for value in saved.values()}, began
+        self.saved, self._began = saved, began
+        self.memory = {memory_of(value) for value in saved.values()}
+        """Storage addresses of the saved values."""
         self._given = _WriteTracker(given, self.session.store)
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

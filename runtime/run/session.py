@@ -14,7 +14,6 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from meshc.cost.peak_memory import uses_host
@@ -140,7 +139,7 @@ class Session:
         mine = program.mesh.coordinates(dist.get_rank())
         self._owned = [key for key in self._written if program.owns(key, mine)]
         self.numbers: dict[str, torch.Tensor] = {
-            port.key: torch.zeros((), dtype=torch.float64, device=self.device if _is_on_device(port) else "cpu")
+            port.key: torch.zeros((), dtype=torch.float64, device=self.device if port.name.split(".")[-1] in ON_DEVICE else "cpu")
             for port in program.inputs
             if port.kind == "number"
         }
@@ -155,7 +154,6 @@ class Session:
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
         """Keys of tensors that a user may write to."""
-        self._placed: dict[str, tuple[Placement, ...]] = {}
         self._specs: dict[str, Any] = {}
         """Specs of the DTensors that this program returns, by port; to build one takes longer than the rest of a DTensor."""
         self._cached = CachePorts(self.inputs, self.results, self.caches)
@@ -243,15 +241,8 @@ class Session:
             return tensor.detach().to(self.device)
         if port.sharding is None:
             return self.store.transfers.full(tensor)
-        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, self._placements(port)), port.sharding)
-
-    def _placements(self, port: Port) -> tuple[Placement, ...]:
-        """Placements of a port's DTensor."""
-        found = self._placed.get(port.key)
-        if found is None:
-            assert port.sharding is not None
-            found = self._placed[port.key] = layouts.torch_placements(port.sharding, self.program.mesh)
-        return found
+        placements = layouts.torch_placements(port.sharding, self.program.mesh)
+        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, placements), port.sharding)
 
     def check(self, tensors: Sequence[object], dealt: UnevenBatch | None, known: object, state: ModuleState) -> None:
         """Raises for inputs that the program was not compiled for, and for a model without values, before anything is sent. dealt: row
@@ -384,7 +375,7 @@ class Session:
         spec = self._specs.get(port.key)
         if spec is not None:
             return DTensor(local.view_as(local), spec, requires_grad=False)
-        made = layouts.dtensor_of(local, mesh.device_mesh, self._placements(port), port.shape)
+        made = layouts.dtensor_of(local, mesh.device_mesh, layouts.torch_placements(sharding, mesh), port.shape)
         self._specs[port.key] = made._spec
         return made
 
@@ -450,11 +441,6 @@ def _is_check_due(call: int, every: int | None) -> bool:
     if every is None:
         return is_rare_turn(call)
     return every > 0 and (call - 1) % every == 0
-
-
-def _is_on_device(port: Port) -> bool:
-    """Whether a fused kernel reads the number from device memory."""
-    return port.name.split(".")[-1] in ON_DEVICE
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -40,9 +40,8 @@ def follow() -> None:
 def _note_exchange(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def exchange_with_note(local: Tensor, current: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
         board, axes = current_board(), _sent_along(current, target)
-        if board is None or not axes or type(local) is not Tensor or random_draws.home_of(current.mesh) is None:
-            return exchange(local, current, target, *args, **kwargs)
-        if threading.current_thread() is not threading.main_thread():
+        beside = threading.current_thread() is not threading.main_thread()
+        if board is None or not axes or type(local) is not Tensor or random_draws.home_of(current.mesh) is None or beside:
             return exchange(local, current, target, *args, **kwargs)
         ranks = _ranks_along(current.mesh, axes)
         names = ", ".join(str((current.mesh.mesh_dim_names or range(current.mesh.ndim))[axis]) for axis in axes)

@@ -174,16 +174,16 @@ def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Sl
 
 
 def _hold(store: Store, port: Port, parameter: StoredTensor, name: str, slot: Slot | None, present: object) -> StoredTensor:
-    sharding = port.sharding or layouts.whole_sharding(port.shape)
+    sharding, home = port.sharding or layouts.whole_sharding(port.shape), parameter.home if port.shape else store.transfers
     if present is None:
         tile = initial_state(store, sharding, port.shape, port.dtype, parameter, slot)
         tile = parameter.as_model(tile, sharding) if slot is not None and slot.fill is None else tile
     elif isinstance(present, DTensor):
         whole = store.transfers.full(present).to(store.device, port.dtype)
-        tile = (parameter.home if port.shape else store.transfers).take_tile(whole, sharding)
+        tile = home.take_tile(whole, sharding)
     else:
         whole = present if isinstance(present, Tensor) else torch.tensor(present)
-        tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
+        tile = home.scatter(whole, sharding, port.dtype)
     held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), storage=port.storage)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
     moved_experts.reorder_new_state(parameter, held)

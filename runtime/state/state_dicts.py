@@ -147,15 +147,18 @@ def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) 
 
 def _model_faults(store: Store, model: Mapping[str, Tensor]) -> list[str]:
     wanted = store.model.state_dict()
-    # A file may hold one name of a tied parameter, or all.
-    present = {held.key for name in model if (held := find_stored(store, name)) is not None}
+    stored = [(name, value, held) for name, value in model.items() if (held := find_stored(store, name)) is not None]
+    present = {held.key for _, _, held in stored}  # a file may hold one name of a tied parameter, or all
     missing = [name for name in wanted if name not in model and ((held := find_stored(store, name)) is None or held.key not in present)]
-    faults = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in model if name not in wanted]
-    for name, value in model.items():
-        held = find_stored(store, name)
-        if held is not None and tuple(value.shape) != held.shape:
-            faults.append(f"{name} is of shape {list(value.shape)}, in the model of {list(held.shape)}")
-    return faults
+    return [
+        *[f"{name} is missing" for name in missing],
+        *[f"{name} is not in the model" for name in model if name not in wanted],
+        *[
+            f"{name} is of shape {list(value.shape)}, in the model of {list(held.shape)}"
+            for name, value, held in stored
+            if tuple(value.shape) != held.shape
+        ],
+    ]
 
 
 def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:

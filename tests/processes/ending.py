@@ -72,7 +72,7 @@ PLACES: Final[dict[str, tuple[Any, str, int]]] = {
     "first call": (session.Session, "compare_inputs", 1),
     "step": (session.Session, "work", 3),
     "backward": (backward_programs.BackwardPrograms, "run", 2),
-    "save": (state_dicts, "_full", 1),
+    "save": (state_dicts, "_gather_state", 1),
 }
 """Where the deed is done from inside: before the given call of this function."""
 WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (compare, "receive", 2)}
