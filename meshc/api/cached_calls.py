@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshc.api import user_caches
-from meshc.api.compile_arguments import CompileArguments
+from meshc.api.compile_arguments import Arguments, CompileArguments
 from meshc.errors import CaptureError, InputError
 from meshc.frontend.libraries import stock_models
 from meshc.frontend.libraries.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
@@ -109,14 +109,14 @@ class PaddedCall:
         return output
 
 
-def pad_cached_call(asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PaddedCall | None:
+def pad_cached_call(asked: CompileArguments, given: Arguments) -> PaddedCall | None:
     """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
     if asked.path and not asked.by_hand and not stock_models.can_generate(asked.called):
-        return _of_encoder(asked, args, kwargs)
-    if not any(map(user_caches.is_cache, (*args, *kwargs.values()))):
+        return _of_encoder(asked, given)
+    if not any(map(user_caches.is_cache, (*given[0], *given[1].values()))):
         return None
     _refuse_release()
-    name, cache, rest, named = _split_cache(asked, args, kwargs)
+    name, cache, rest, named = _split_cache(asked, given)
     table = ALONE if not hasattr(cache, "cross_attention_cache") else BOTH if _takes_tokens(asked) else SEEN
     user_caches.refuse_others(cache)
     _refuse_calls(asked, named)
@@ -167,9 +167,14 @@ def explain_refusal(kwargs: Mapping[str, object]) -> Iterator[None]:
         raise
 
 
-def _of_encoder(asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PaddedCall | None:
-    takes = [parameter.name for parameter in asked.traced.parameters or ()]
-    named = {**dict(zip(takes, args, strict=False)), **kwargs}
+def _by_name(asked: CompileArguments, given: Arguments) -> tuple[list[str], dict[str, object], tuple[object, ...]]:
+    """Names that the model's forward has for its arguments, what was given by name, and what it has no names for."""
+    takes, (args, kwargs) = [parameter.name for parameter in asked.traced.parameters or ()], given
+    return takes, {**dict(zip(takes, args, strict=False)), **kwargs}, args[len(takes) :]
+
+
+def _of_encoder(asked: CompileArguments, given: Arguments) -> PaddedCall | None:
+    takes, named, rest = _by_name(asked, given)
     reads = MASK in takes and any(named.get(name) is not None for name in FIRST["s"])  # of sound and pictures each size is a program
     if not reads or asked.inputs != "global" or _takes_gradient(asked):
         return None
@@ -177,7 +182,7 @@ def _of_encoder(asked: CompileArguments, args: tuple[object, ...], kwargs: Mappi
     sizes = CallSizes(have, _padded_sizes(asked, named, ENCODER, have, 0, follows_length(asked.called)))
     if named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
-    return PaddedCall(args[len(takes) :], {key: sizes.pad_input(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
+    return PaddedCall(rest, {key: sizes.pad_input(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
 
 
 def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
@@ -228,12 +233,9 @@ def _takes_tokens(asked: CompileArguments) -> bool:
     return getattr(asked.called, "main_input_name", "input_ids") == "input_ids"
 
 
-def _split_cache(
-    asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
+def _split_cache(asked: CompileArguments, given: Arguments) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
     """The cache, the argument it is, and the other arguments, by name where the model's forward has names for them."""
-    takes = [parameter.name for parameter in asked.traced.parameters or ()]
-    named = {**dict(zip(takes, args, strict=False)), **kwargs}
+    takes, named, rest = _by_name(asked, given)
     found = [key for key, value in named.items() if user_caches.is_cache(value)]
     name = next((one for one in NAMES if one in takes), NAMES[0])
     if len(found) != 1 or found[0] not in NAMES or asked.step is not None:
@@ -242,7 +244,7 @@ def _split_cache(
             "  what to do: pass what the model's own generate passes"
         )
     cache = named.pop(found[0])
-    return name, cache, args[len(takes) :], named
+    return name, cache, rest, named
 
 
 def _refuse_release() -> None:

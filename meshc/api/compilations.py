@@ -160,31 +160,31 @@ class Compilations:
         """A context for one thread, in which a failure on any rank is raised on all."""
         return self.world.failure_guard(what, self.store.step if self.store else 0)
 
-    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> AdmittedCall:
+    def admit(self, given: Arguments) -> AdmittedCall:
         """A call's arguments and the key of its compilation. Raises InputError for what no compilation takes; of parts of a batch, which
         ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
-            cached = cached_calls.pad_cached_call(asked, args, kwargs)
-            args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
-            leaves, form = asked.forms.of((args, kwargs))
+            cached = cached_calls.pad_cached_call(asked, given)
+            given = given if cached is None else (cached.args, cached.kwargs)
+            leaves, form = asked.forms.of(given)
             state = asked.state
             context = asked.context_key(state, self.spec)
             known = None if form is None else form.keys.get(context)
-            arguments = partial(asked.by_name, args, kwargs)
+            arguments = partial(asked.by_name, given)
             if known is not None and not self._tells_rows:
                 key = self.value_keys.key(known.base, self.kept)
                 return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, None, cached)
-            own = arguments() if known is None else asked.in_order(args, kwargs)
+            own = arguments() if known is None else asked.in_order(given)
         counts = self._counts(own) if self._tells_rows else None
         whole = own if counts is None else batch_parts.whole(asked, own, counts)
         with self.world.refusable():
             if known is None:
                 if asked.dynamic:
-                    asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
+                    asked.dynamic.sizes(asked.shapes(self._examples(whole)))
                 known = KnownCall(CompilationKey(call_keys.input_key(*whole), *context))
                 if form is not None and counts is None:
-                    known.places = asked.tensor_places(args, kwargs, leaves)
+                    known.places = asked.tensor_places(given, leaves)
                     form.keys[context] = known
             tensors = [leaf for leaf in trees.leaves(own) if isinstance(leaf, torch.Tensor)]
             key = self.value_keys.key(known.base, self.kept)
@@ -221,13 +221,13 @@ class Compilations:
         key = call.key
         changed = self.value_keys.changes(key)
         if key not in self.kept:
-            args, kwargs = call.arguments()
+            inputs = call.arguments()
             with self.failure_guard("compile"):
                 with self.world.refusable():
                     if (store := self._store_there) is not None:
                         store.refuse_changed_model()  # before it is traced as something else than the store holds
                 self._follow_store()
-                told = job_key.describe_compilation(self.asked, args, kwargs, key)
+                told = job_key.describe_compilation(self.asked, inputs, key)
                 because = descriptions.VALUES if changed else descriptions.INPUTS
                 mine, refusal = told | {descriptions.VALUES: "; ".join(changed)}, partial(self._refusal, told)
                 self.world.agree("compile", mine, advice=descriptions.advice, ahead=because, error=refusal)
@@ -257,7 +257,7 @@ class Compilations:
             self._tokens.note(*cached.compared_sizes())
         elif self._several and self.asked.inputs == "global":
             if call.known.sizes is None:
-                rows = [(name.replace(".", "/"), shape) for name, shape in self.asked.shapes(*call.arguments())]
+                rows = [(name.replace(".", "/"), shape) for name, shape in self.asked.shapes(call.arguments())]
                 names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
                 call.known.sizes = names, tuple(int(size) for _, shape in rows for size in shape)
             self._called = self._called or board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
@@ -319,13 +319,13 @@ class Compilations:
 
     # -------------------------------------------------------------------------------------------------------------- compiling
 
-    def request(self, args: tuple[object, ...], kwargs: dict[str, object], **changes: Any) -> Request:
+    def request(self, given: Arguments, **changes: Any) -> Request:
         """What the passes are asked for now; changes: fields of the request."""
-        return self.asked.request(args, kwargs, self.spec, self._store_there, **changes)
+        return self.asked.request(given, self.spec, self._store_there, **changes)
 
     def _compile(self, call: AdmittedCall, changed: list[str], told: Mapping[str, str]) -> tuple[CompilationKey, Compilation]:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
-        (args, kwargs), key, asked = call.arguments(), call.key, self.asked
+        inputs, key, asked = call.arguments(), call.key, self.asked
         if changed:
             self.value_keys.open(key)
         if because := value_keys.changes_from(reversed(self.kept), key):
@@ -342,35 +342,35 @@ class Compilations:
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
                 self.spec = describe(asked.step.optimizers, asked.options.training)
-        examples = self._examples((args, kwargs))
-        general_key = asked.general_key(args, kwargs, key)
+        examples = self._examples(inputs)
+        general_key = asked.general_key(inputs, key)
         if general_key not in self.general:
-            made = self._compile_general(*examples, told)
+            made = self._compile_general(examples, told)
             if made.kept_fixed:
                 warnings.warn(value_keys.fixed_numbers_note(self.value_keys.inputs, made), stacklevel=5)
             key, reads = self.value_keys.learn(call.known.base, made)
-            general_key = asked.general_key(args, kwargs, key)
+            general_key = asked.general_key(inputs, key)
         else:
             made = self.general[general_key]
             key, reads = self.value_keys.learn(call.known.base, made)
         asked.note_batch(made.program)
-        examples = self._examples((args, kwargs))  # passes may have found it along another dim
+        examples = self._examples(inputs)  # passes may have found it along another dim
         with self.world.refusable():
-            own = instance.program_for_shapes(made.program, dict(asked.shapes(*examples)))
+            own = instance.program_for_shapes(made.program, dict(asked.shapes(examples)))
         if not self.world.has_ranks:
             self.general[general_key] = made
             return key, Compilation(own, made, None, reads, told)
         made = self.general[general_key] = self._adopt(own, made)
         return key, Compilation(own, made, self._load(own, made), reads, told)
 
-    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> CompilationResult:
+    def _compile_general(self, inputs: Arguments, told: Mapping[str, str]) -> CompilationResult:
         asked = self.asked
-        request = self.request(args, kwargs, numbers=self.value_keys.inputs)
+        request = self.request(inputs, numbers=self.value_keys.inputs)
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
-            with cached_calls.explain_refusal(kwargs):
+            with cached_calls.explain_refusal(request.kwargs):
                 made = shared_compilation.compile_for_all(self.world.board, asked, request, told, lambda: self._sizes)
         made = self._on_its_mesh(made)
         for note in made.program.notes:

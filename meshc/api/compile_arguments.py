@@ -230,11 +230,11 @@ class CompileArguments:
 
     # ------------------------------------------------------------------------------------------------------------------- a call
 
-    def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def by_name(self, given: Arguments) -> Arguments:
         """A call's arguments bound to the signature. Raises InputError."""
         flex_on_cpu.masks_as_inputs()
-        admission.refuse_inputs(input_names(self.traced.signature, args, kwargs), args, kwargs)
-        inputs = self.in_order(args, kwargs)
+        admission.refuse_inputs(input_names(self.traced.signature, *given), *given)
+        inputs = self.in_order(given)
         if self._exported:
             exported.refuse_other_inputs(self.module, self.named_leaves(self.whole_batch(inputs)))
         return inputs
@@ -243,16 +243,15 @@ class CompileArguments:
         """The leaves of a call's arguments with their paths."""
         return list(zip(input_names(self.traced.signature, *inputs), trees.leaves(inputs), strict=True))
 
-    def in_order(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def in_order(self, given: Arguments) -> Arguments:
         """Arguments by name where the signature names them; hooks see what is passed by position, and what by name."""
-        inputs = call_keys.canonical_call(self.traced, args, kwargs)
-        return (args, kwargs) if call_keys.has_hooks(self.called) else inputs
+        inputs = call_keys.canonical_call(self.traced, *given)
+        return given if call_keys.has_hooks(self.called) else inputs
 
-    def tensor_places(self, args: tuple[object, ...], kwargs: dict[str, object], leaves: Sequence[object]) -> tuple[int, ...]:
+    def tensor_places(self, given: Arguments, leaves: Sequence[object]) -> tuple[int, ...]:
         """Positions of the tensors among the leaves of a call, in the order of `by_name`."""
         numbers = itertools.count()
-        numbered: Arguments = trees.map_leaves(lambda _: next(numbers), (args, kwargs))
-        order = cast(list[int], trees.leaves(self.in_order(*numbered)))
+        order = cast(list[int], trees.leaves(self.in_order(trees.map_leaves(lambda _: next(numbers), given))))
         return tuple(at for at in order if isinstance(leaves[at], torch.Tensor))
 
     @property
@@ -265,22 +264,17 @@ class CompileArguments:
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
         return call_keys.module_key(state, self.step is not None or torch.is_grad_enabled()), optimizer
 
-    def key(self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None) -> CompilationKey:
-        """What a compilation for this call is kept under, but for the Python values that it reads."""
-        return CompilationKey(call_keys.input_key(args, kwargs), *self.context_key(self.state, spec))
-
-    def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: CompilationKey) -> CompilationKey:
+    def general_key(self, inputs: Arguments, key: CompilationKey) -> CompilationKey:
         """Key of the compilation for all sizes: dynamic dims are replaced by their names."""
         if not self.dynamic:
             return key
-        names = input_names(self.traced.signature, args, kwargs)
+        names = input_names(self.traced.signature, *inputs)
         spec, leaves = key.inputs
         return replace(key, inputs=(spec, tuple(self.dynamic.key_with_names(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
 
-    def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
+    def shapes(self, inputs: Arguments) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""
-        leaves = self.named_leaves((args, kwargs))
-        return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [(name, tuple(leaf.shape)) for name, leaf in self.named_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
     def whole_batch(self, inputs: Arguments) -> Arguments:
         """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
@@ -331,12 +325,10 @@ class CompileArguments:
 
     # ---------------------------------------------------------------------------------------------------------------- a request
 
-    def request(
-        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, store: Store | None, **changes: Any
-    ) -> Request:
+    def request(self, given: Arguments, spec: OptimizerSpec | None, store: Store | None, **changes: Any) -> Request:
         """What the passes are asked for. store: where the model's state lies already, by which later programs go. changes: fields."""
-        step = self.step
-        grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
+        step, (args, kwargs) = self.step, given
+        grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(given))
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
         fixed = {held.name: held.sharding for held in stored}
         offloaded = frozenset(held.name for held in stored if held.storage != "device")
@@ -345,7 +337,7 @@ class CompileArguments:
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
-            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined_inputs((args, kwargs)),
+            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined_inputs(given),
             outputs=self.outputs, names=self.names, autocast=call_keys.autocast_state(), fixed=fixed, offloaded=offloaded,
             dynamic=self.dynamic, owners=store.places() if store is not None else {}, backend=self.backend,
             options=self.options.having(depth="whole") if self._by_name(hooks) else self.options,
@@ -373,8 +365,6 @@ class CompileArguments:
             return 1
         return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
 
-    def _takes_gradient(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        leaves = trees.leaves((args, kwargs))
-        return any(p.requires_grad for p in self.module.parameters()) or any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-        )
+    def _takes_gradient(self, inputs: Arguments) -> bool:
+        tensors = (leaf for leaf in (*self.module.parameters(), *trees.leaves(inputs)) if isinstance(leaf, torch.Tensor))
+        return any(tensor.requires_grad for tensor in tensors)

@@ -150,7 +150,7 @@ class Program:
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
         with self.guarded("compile"):
-            self.compilations.prepare(self.compilations.admit(args, kwargs))
+            self.compilations.prepare(self.compilations.admit((args, kwargs)))
 
     def guarded(self, what: str) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
@@ -166,7 +166,7 @@ class Program:
         self.world.refuse_call()
         outer_transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
-            call = self.compilations.admit(args, kwargs)
+            call = self.compilations.admit((args, kwargs))
             output = self._call(call)
             return output if call.cached is None else call.cached.crop_output(output)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -24,13 +24,12 @@ import torch
 from torch import nn
 
 from meshc import environment
-from meshc.api.compile_arguments import CompilationKey, CompileArguments, OptimizerKey
+from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments, OptimizerKey
 from meshc.frontend import call_keys
 from meshc.frontend.gradient_hooks import hooks_in
 from meshc.frontend.portable_values import is_plain
 from meshc.frontend.traced_code import digest_of, name_of
 from meshc.frontend.train_step import TrainStep
-from meshc.ir.functions import Keywords
 from meshc.ir.mesh import Mesh
 from meshc.ops import registered
 from meshc.ops.registered import RULES
@@ -45,7 +44,7 @@ TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan"
 """Fields of a request that are objects, of which the rest of the key says what they are."""
 
 
-def describe_compilation(asked: CompileArguments, args: Sequence[object], kwargs: Keywords, key: CompilationKey) -> dict[str, str]:
+def describe_compilation(asked: CompileArguments, inputs: Arguments, key: CompilationKey) -> dict[str, str]:
     """The fields of a compilation that a call is about to start, under this key."""
     (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
     found = {**describe_environment(), **_describe_request(asked), **_model(asked.module)}
@@ -53,7 +52,7 @@ def describe_compilation(asked: CompileArguments, args: Sequence[object], kwargs
         found |= _step(asked.step, asked.module, optimizer)
     found |= {"grad mode": str(grad), "autocast": stable(autocast)}
     found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
-    return {**found, INPUTS: call_keys.describe_inputs(args, kwargs)}
+    return {**found, INPUTS: call_keys.describe_inputs(*inputs)}
 
 
 def _describe_request(asked: CompileArguments) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Planner:
     """Plan search for one model. `grad`: with a module's backward."""
 
     def __init__(self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], grad: bool = False) -> None:
-        self.what, self.args, self.kwargs = what, tuple(args), dict(kwargs)
+        self.what, self.inputs = what, (tuple(args), dict(kwargs))
         step = what if isinstance(what, TrainStep) else None
         self.grad = grad or step is not None
         self.spec = None if step is None else describe(step.optimizers)
@@ -63,7 +63,7 @@ class Planner:
         refused as Beaten. Raises MeshcError for what no other mesh would change."""
         asked = CompileArguments(self.what, mesh, plan, "global", "plain", "eager", None, options)
         with assume_device(device), torch.set_grad_enabled(self.grad):
-            request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None, beaten_s=beaten_s)
+            request = asked.request(asked.by_name(self.inputs), self.spec, None, beaten_s=beaten_s)
             if self._placed is None:
                 self._placed = driver.place(request)
             try:

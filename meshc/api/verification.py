@@ -64,20 +64,19 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    ask = program.compilations.last.made.request
     store, world = program.compilations.store, program.world
     if store is None:
-        return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
+        return _verify(program, None, _call_inputs(inputs, program), dtype == torch.float64)
     with program.guarded("verify"):
         text = "none" if inputs is None else call_keys.describe_inputs(*_as_arguments(inputs))
         world.agree("verify", {"what they verify": f"inputs {text}; dtype {dtype}"})
         with world.refusable():
             store.refuse_unfilled()
-        args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
+        call = _plain(_call_inputs(inputs, program))
         values = store.state_dict(full=True).get("model")
 
         def work() -> dict[str, object]:
-            report = _verify(program, values, args, kwargs, dtype == torch.float64)
+            report = _verify(program, values, call, dtype == torch.float64)
             moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
             told = {"tolerance": report.tolerance, "amplified": report.amplified, "single": report.single}
             return {**told, "rows": report.rows, "moved": moved}
@@ -105,23 +104,21 @@ def _plain(inputs: Arguments) -> Arguments:
     return found
 
 
-def _verify(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
-) -> verification.Report:
+def _verify(program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
     with _as_compiled(program.compilations.last.made.request.autocast):
         if not double:
-            return _verify_there(program, values, args, kwargs, False, [])
+            return _verify_there(program, values, call, False, [])
         singles: list[str] = []
         try:
-            return _verify_there(program, values, args, kwargs, True, singles)
+            return _verify_there(program, values, call, True, singles)
         except (CaptureError, CompileError) as error:
             why = " ".join(line.strip() for line in str(error).splitlines()[:2])
         except VerifyError:
             if not singles:
                 raise
             why = f"the model computes in float32 in its copy in double precision too: {join_names(singles, 3)}"
-        report = _verify_there(program, values, args, kwargs, False, [])
+        report = _verify_there(program, values, call, False, [])
         report.single = why
         return report
 
@@ -167,35 +164,35 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 
 
 def reference_of(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
+    program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool
 ) -> verification.Reference:
     """A copy of the model on one device, with these values and inputs, for a program of it to be compared with."""
     store, module, lowered = program.compilations.store, program.asked.module, program.lowered
     with calls_allowed(module):
         twin = plain_copy(module, values, double)
-    args, kwargs = widen_inputs((args, kwargs), double)
+    args, kwargs = widen_inputs(call, double)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     return verification.Reference(twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python)
 
 
 def _verify_there(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool,
-    singles: list[str],
-) -> verification.Report:  # fmt: skip
+    program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool, singles: list[str]
+) -> verification.Report:
     """`singles` gets the lines of the model that compute in single precision all the same."""
-    ask, reference = program.lowered.request, reference_of(program, values, args, kwargs, double)
-    twin, args, kwargs = reference.module, reference.args, reference.kwargs
+    ask, reference = program.lowered.request, reference_of(program, values, call, double)
+    twin, inputs = reference.module, (reference.args, reference.kwargs)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
     report = verification.Report(verification.tolerance_of(computed, double))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
-    shapes = dict(program.asked.shapes(args, kwargs))
-    examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
+    shapes = dict(program.asked.shapes(inputs))
+    examples = (ask.args, dict(ask.kwargs)) if program.general.dynamic else inputs
     base: dict[str, Any] = dict(
-        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_compiler_choices(program),
+        module=twin, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_compiler_choices(program),
+        **({"optimizer": None} if program.step is not None else {"grad": ask.grad}),
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
-        request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
+        request = program.compilations.request(examples, **base)
         held = program.asked.context_key(ModuleWatch(twin).state(), program.compilations.spec)
         key, again = (program.general, double, held), _OPEN.get(program)
         if again is None or not again.same(key):
@@ -333,9 +330,9 @@ def verify_update(
         )
 
 
-def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, object], program: Program) -> Arguments:
+def _call_inputs(inputs: Inputs, program: Program) -> Arguments:
     if inputs is not None:
-        return program.asked.by_name(*_as_arguments(inputs))
+        return program.asked.by_name(_as_arguments(inputs))
     generator = torch.Generator().manual_seed(0)
 
     def random(leaf: object) -> object:
@@ -345,4 +342,5 @@ def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, obj
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
         return torch.randint(0, 2, tuple(leaf.shape), generator=generator, dtype=torch.int64).to(leaf.dtype)
 
-    return trees.map_leaves(random, (args, kwargs))
+    ask = program.compilations.last.made.request
+    return trees.map_leaves(random, (ask.args, dict(ask.kwargs)))

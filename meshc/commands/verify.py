@@ -86,9 +86,10 @@ def verify_as_it_stands(saved: PlainProgram, program: compile.Program, double: b
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
-    fitting = instance.program_for_shapes(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
+    inputs = ask.args, dict(ask.kwargs)
+    fitting = instance.program_for_shapes(saved, dict(program.asked.shapes(inputs)))
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
-    reference = verification.reference_of(program, None, ask.args, dict(ask.kwargs), double)
+    reference = verification.reference_of(program, None, inputs, double)
     computed = () if wide else (port.dtype for port in saved.inputs)
     report = comparison.Report(comparison.tolerance_of(computed, wide))
     compared = widen_program(fitting) if double else fitting

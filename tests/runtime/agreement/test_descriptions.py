@@ -30,8 +30,9 @@ def described(
     change(case)
     step = meshc.TrainStep(case.model, optimizer=build(case.model.parameters()), loss=case.loss, clip_grad_norm=clip)
     program = meshc.compile(step, meshc.Mesh("dp=2"), plan=plan, options=meshc.Options(**options))
-    key = program.asked.key((), case.call_kwargs, program.compilations.spec)
-    return importlib.import_module("meshc.api.job_key").describe_compilation(program.asked, (), case.call_kwargs, key)
+    inputs = (), case.call_kwargs
+    key = program.compilations.admit(inputs).key
+    return importlib.import_module("meshc.api.job_key").describe_compilation(program.asked, inputs, key)
 
 
 def differing(**change: Any) -> list[str]:
