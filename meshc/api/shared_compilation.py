@@ -46,7 +46,7 @@ else:  # who takes a program, from rank 0 or from disk, needs no passes
     driver, hooks = LazyModule("meshc.passes.driver.compile_program"), LazyModule("meshc.passes.driver.hooks")
     passcheck = LazyModule("meshc.runtime.simulator.passcheck")
 
-_FRAMES: Final = 9
+_FRAMES: Final = 8
 """From a warning here to the user's line."""
 
 
@@ -62,28 +62,16 @@ def compile_for_all(
     first = board is None or board.rank == 0
     hook = _watching() if first else None
     with progress.show_progress(asked.name, hook, wanted=first) as told, fewer_collections():  # texts of programs are many objects too
-        return _compile_or_receive(board, asked, request, agreed, sizes, told)
-
-
-def _compile_or_receive(
-    board: FailureBoard | None,
-    asked: CompileArguments,
-    request: Request,
-    agreed: Mapping[str, str],
-    sizes: Callable[[], SharedTraceCompiler],
-    hook: Hook | None,
-) -> CompilationResult:
-    first = board is None or board.rank == 0
-    folder = cache_entry.folder(asked.options) if first else None
-    if board is None and folder is None:
-        return _compile_here(sizes, request, hook)
-    stock_models.learn_trees(request.module)
-    if first:
-        entry = None if folder is None else cache_entry.CacheEntry(folder, asked.options, agreed, request)
-        new = partial(_new, sizes, request, check_after_passes(board, hook), entry)
-        return new()[0] if board is None else _send_result(board, request, new)
-    assert board is not None
-    return _receive_result(board, request, lambda: _compile_here(sizes, request, check_after_passes(board, _watching())))
+        folder = cache_entry.folder(asked.options) if first else None
+        if board is None and folder is None:
+            return _compile_here(sizes, request, told)
+        stock_models.learn_trees(request.module)
+        if first:
+            entry = None if folder is None else cache_entry.CacheEntry(folder, asked.options, agreed, request)
+            new = partial(_new, sizes, request, check_after_passes(board, told), entry)
+            return new()[0] if board is None else _send_result(board, request, new)
+        assert board is not None
+        return _receive_result(board, request, lambda: _compile_here(sizes, request, check_after_passes(board, _watching())))
 
 
 def _compile_here(sizes: Callable[[], SharedTraceCompiler], request: Request, hook: Hook | None) -> CompilationResult:
