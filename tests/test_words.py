@@ -32,7 +32,7 @@ def test_its_file_is_there_and_uses_the_word() -> None:
 
 PARTICIPLES = {
     "Prefetched", "Program.asked", "Program.compiled", "Program.guarded", "Program.lowered", "Program.traced", "RebalanceReport.moved",
-    "Step.lent", "_given", "_searchsorted", "_unsupported",
+    "_given", "_searchsorted", "_unsupported",
 }  # fmt: skip
 """Names that are a bare participle: public ones, decorators, and operators of torch."""
 IRREGULAR = set(

@@ -151,14 +151,3 @@ def _adopt_program(program: PlainProgram, mesh: Mesh) -> PlainProgram:
     """A program of another process as this one's, whose errors name lines of the model."""
     stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}
     return replace(program, stages=stages, mesh=mesh if program.mesh == mesh else program.mesh)
-
-
-def unpack_result(data: bytes, request: Request) -> CompilationResult:
-    """Rank 0's program on another rank. Raises ArtifactError, or NotPlainData, for what this process does not have."""
-    program, head = unpack_program(data, request.mesh)
-    return replace(CompilationResult.from_data(program, request, head, head["seconds"]), given=True)
-
-
-def pack_result(made: CompilationResult) -> bytes:
-    """Bytes for `unpack_result`. Raises ArtifactError or NotPlainData for values that cannot be serialised."""
-    return pack_program(made.program, **made.extra_data(), seconds=dict(made.seconds or {}))

@@ -107,9 +107,9 @@ class CompileArguments:
         names: Mapping[str, Sequence[str | None]] | None,
         options: Options,
     ) -> None:
-        for name, value in (("inputs", inputs), ("outputs", outputs), ("backend", backend)):
-            if value not in KNOWN[name]:
-                raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, KNOWN[name]))}")
+        for value, (name, known) in zip((inputs, outputs, backend), KNOWN.items(), strict=True):
+            if value not in known:
+                raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
         refuse_others(options)
         what = exported.prepare_export(what)
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend

@@ -114,7 +114,7 @@ def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[
         found, read = new()
     why = read.why
     try:
-        data = b"" if why else compilation_result.pack_result(found)
+        data = b"" if why else compilation_result.pack_program(found.program, **found.extra_data(), seconds=dict(found.seconds or {}))
     except (ArtifactError, NotPlainData) as error:
         why, data = str(error), b""
     told = replace(read, why=why).to_json() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
@@ -142,10 +142,11 @@ def _receive_result(board: FailureBoard, request: Request, alone: Callable[[], C
     why = changes_text(lines)
     if not lines:
         try:
-            found = compilation_result.unpack_result(data, request)
+            program, result = compilation_result.unpack_program(data, request.mesh)
+            found = CompilationResult.from_data(program, request, result, result["seconds"])
             if environment.log_level():
                 print(f"meshc: rank 0's program, taken in {time.monotonic() - began:.2f} s", file=sys.stderr)
-            return replace(found, compared=tuple(read.values))
+            return replace(found, given=True, compared=tuple(read.values))
         except (ArtifactError, NotPlainData) as error:
             why = str(error)
     warnings.warn(

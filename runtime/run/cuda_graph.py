@@ -16,13 +16,16 @@ Graphs that are alive at one time share a memory pool: their replays follow each
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from meshc.ir.keys import Kind, is_a
 from meshc.runtime.state.stored_tensor import memory_of
+
+if TYPE_CHECKING:
+    from meshc.runtime.run.session import Session
 
 WARM_UP = 3
 WORTH: Final = 16
@@ -37,18 +40,6 @@ KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")
 Values = dict[str, torch.Tensor]
 Recorded = tuple[Values, Callable[[], object]]
 """Results of a recorded call, at fixed addresses, and the function that replays the call into them."""
-
-
-class Step(Protocol):
-    """Interface of a session. `lent`: keys of inputs that a call writes in place and returns."""
-
-    device: torch.device
-
-    @property
-    def lent(self) -> Collection[str]: ...
-    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> Values: ...
-    def work(self, values: Values) -> Values: ...
-    def note_written(self) -> None: ...
 
 
 def refusal(
@@ -92,7 +83,7 @@ def record_graph(work: Callable[[], Values]) -> Recorded:
 class GraphedCalls:
     """Wraps a session's calls. `run` has the session's own signature."""
 
-    def __init__(self, step: Step, must: bool, record: Callable[[Callable[[], Values]], Recorded] = record_graph) -> None:
+    def __init__(self, step: Session, must: bool, record: Callable[[Callable[[], Values]], Recorded] = record_graph) -> None:
         self.step = step
         self.must = must
         self.record = record

@@ -70,14 +70,8 @@ def _load_stage(stage: Stage, run: RunStage) -> LoadedStage:
 
 def needed_groups(program: PlainProgram) -> list[tuple[str, ...]]:
     """Axes of every collective of a program, each once, in program order: the same list on all ranks."""
-    found: dict[tuple[str, ...], None] = {}
-    for stage in program.stages.values():
-        for node in stage.graph.nodes:
-            if spmd.is_collective(node.target):
-                axes = tuple(node.args[1])
-                if axes != ("mb",):
-                    found[axes] = None
-    return list(found)
+    nodes = (node for stage in program.stages.values() for node in stage.graph.nodes if spmd.is_collective(node.target))
+    return [axes for axes in dict.fromkeys(tuple(node.args[1]) for node in nodes) if axes != ("mb",)]
 
 
 class Executor:

@@ -173,6 +173,7 @@ class Session:
         nodes = [node for stage in program.stages.values() for node in stage.graph.nodes]
         by_choice = any(node.target in spmd.OF_ROWS or op_name(node) == "meshc.used_rows" for node in nodes)  # wait for how many there are
         self.lent = tuple(_overwritten_inputs(program))
+        """Keys of inputs that a call writes in place and returns."""
         has_backward = self.backwards is not None
         self.cuda_graph = traced or refusal(
             self.device, cuda_graph, program.mode, on_device, in_stages, offloads, by_choice, has_backward, bool(self.caches)
@@ -359,9 +360,7 @@ class Session:
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """A plain tensor if the value is whole on every rank, or the rank's own part of the batch; else a DTensor."""
-        if port.name in self.caches:
-            return self._dtensor(port, value)
-        if port.sharding is None or not port.sharding.split_axes() or self.local:
+        if port.name not in self.caches and (self.local or port.sharding is None or not port.sharding.split_axes()):
             return value
         return self._dtensor(port, value)
 
