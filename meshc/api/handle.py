@@ -210,7 +210,10 @@ class Program:
                 tensors = session.tiles(tensors, dealt)
         session.compare_inputs(tensors)
         if self.step is not None or session.backwards is not None:
-            self._look_at_schedules(session.store)
+            self._trained += 1
+            # at the second call, before which a loop has its schedulers
+            if self._trained == 2 and (note := schedule_note(self.asked.data_ranks, session.store.parameter_key)):
+                warn_at_users_line(note)
         if self.step is not None:
             return self._train(self.step, session, tensors, dealt, own)
         if session.backwards is not None:
@@ -219,12 +222,6 @@ class Program:
             leaves = session.leaves(session.run(tensors, own), tensors)
         session.store.step += 1
         return session.build_output(session.parts(leaves, dealt), tensors)
-
-    def _look_at_schedules(self, store: Store) -> None:
-        """At the second call in training, before which a loop has its schedulers."""
-        self._trained += 1
-        if self._trained == 2 and (note := schedule_note(self.asked.data_ranks, store.parameter_key)):
-            warn_at_users_line(note)
 
     def _train(
         self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: UnevenBatch | None, own: Mapping[str, float]

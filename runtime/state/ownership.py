@@ -74,14 +74,10 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
         model.register_state_dict_post_hook(_gather_model_state)
         model.register_load_state_dict_pre_hook(_shard_model_state)
         model.register_load_state_dict_post_hook(_after_model_load)
-    _leave_to_program(model)
-    _refuse_replaced_parameters()
-
-
-def _leave_to_program(model: nn.Module) -> None:
-    """Makes DistributedDataParallel ignore the model's tensors, which it would broadcast and reduce; DDP then reports that."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    # DistributedDataParallel would broadcast and reduce them; it reports that it has none
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    _refuse_replaced_parameters()
 
 
 def own_copies(module: nn.Module, store: Store) -> None:
