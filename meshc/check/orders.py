@@ -14,7 +14,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch.fx import Node
 
 from meshc.check.inferred_sharding import InferredSharding, Parts, dim_text
 from meshc.check.types import Wrong
@@ -22,40 +21,29 @@ from meshc.ir import op_name
 from meshc.ir.sharding import ZIGZAG, local_size
 
 if TYPE_CHECKING:
-    from meshc.check.rule_shardings import RulesProtocol
-    from meshc.rules.rule import Rule
+    from meshc.check.rule_shardings import RuledCall, RulesProtocol
 
 aten = torch.ops.aten
 
 
-def check(
-    node: Node,
-    names: Sequence[str],
-    rule: Rule,
-    rules: RulesProtocol,
-    given: Sequence[InferredSharding],
-    piece: bool,
-    sizes: Mapping[str, int],
-) -> None:
-    """Raises Wrong for operands in another order than the operator takes. `names`: of the operands. `piece`: whether the line is one of
-    several in a rule's lowering, which may take any order; the next line with a declared sharding is checked."""
+def check(call: RuledCall, rules: RulesProtocol, piece: bool) -> None:
+    """Raises Wrong for operands in another order than the operator takes. `piece`: whether the line is one of several in a rule's lowering,
+    which may take any order; the next line with a declared sharding is checked."""
     found: dict[str, tuple[Parts, str]] = {}
-    for name, dims, spread in zip(names, rule.operands, given, strict=True):
-        for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
-            if parts is None:
-                continue
-            here = f"dim {place} of {name}"
-            if letter in rule.zigzag and not is_reordered(parts):
-                raise Wrong(f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in {ZIGZAG} order")
-            if letter in rule.zigzag and not _has_own_halves(parts, sizes):
-                raise Wrong(
-                    f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in halves, and half a rank's tile is no whole position"
-                )
-            if not piece and is_reordered(parts) and not rules.in_any_order(node, rule, letter):
-                raise Wrong(f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it in natural order")
-            known, who = found.setdefault(letter, (parts, here))
-            if _axes(known) == _axes(parts) and _cuts(known) != _cuts(parts):
-                raise Wrong(f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(node)} takes them in one order")
+    takes = op_name(call.node)
+    for place, dim, letter, parts in call.operand_dims():
+        if parts is None:
+            continue
+        here = f"dim {dim} of {call.tensors[place]}"
+        if letter in call.rule.zigzag and not is_reordered(parts):
+            raise Wrong(f"{here} is [{dim_text(parts)}]: {takes} takes it in {ZIGZAG} order")
+        if letter in call.rule.zigzag and not _has_own_halves(parts, call.sizes):
+            raise Wrong(f"{here} is [{dim_text(parts)}]: {takes} takes it in halves, and half a rank's tile is no whole position")
+        if not piece and is_reordered(parts) and not rules.in_any_order(call.node, call.rule, letter):
+            raise Wrong(f"{here} is [{dim_text(parts)}]: {takes} takes it in natural order")
+        known, who = found.setdefault(letter, (parts, here))
+        if _axes(known) == _axes(parts) and _cuts(known) != _cuts(parts):
+            raise Wrong(f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {takes} takes them in one order")
 
 
 def check_natural(given: InferredSharding, dim: int, does: str) -> None:

@@ -11,19 +11,17 @@ anything. Through lines with plain types it is followed as far as it is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch.fx import Node
-
 from meshc import ir
-from meshc.check.inferred_sharding import InferredSharding, dim_text, padded_axes
+from meshc.check.inferred_sharding import dim_text, padded_axes
 from meshc.check.types import Wrong
 from meshc.ir.reductions import as_integer
 from meshc.ir.sharding import Sharding
 
 if TYPE_CHECKING:
-    from meshc.rules.rule import Rule
+    from meshc.check.rule_shardings import RuledCall
 
 
 def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes: Mapping[str, int]) -> None:
@@ -34,18 +32,17 @@ def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes:
             raise Wrong(f"its type says that the padding of [{part}] is zero; as its line makes it, it holds anything")
 
 
-def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], sizes: Mapping[str, int]) -> None:
-    """Raises Wrong for padding that is reduced over and not neutral, or not zero where `rule.clean` needs it. `names`: of the operands."""
+def check_sums(call: RuledCall) -> None:
+    """Raises Wrong for padding that is reduced over and not neutral, or not zero where `rule.clean` needs it."""
+    rule = call.rule
     if rule.kind == "layout":
         return
     summed = {letter for sums in rule.sums for letter in sums} if not rule.self_masked else set()
-    tensors = [one for one in ir.operands(node) if not ir.is_integer(one)]
-    for place, (name, dims, spread) in enumerate(zip(names, rule.operands, given, strict=True)):
-        clean = place in rule.clean
-        dtype = ir.records(tensors[place])[0].dtype
+    for place, _, letter, parts in call.operand_dims():
+        clean, tensor = place in rule.clean, call.tensors[place]
+        dtype = ir.records(tensor)[0].dtype
         neutral = 0.0 if clean or dtype is None else rule.neutral if dtype.is_floating_point else as_integer(rule.neutral, dtype)
-        for letter, parts in zip(dims, spread.dims, strict=True):
-            for part in parts or () if clean or letter in summed else ():
-                if any(spread.padding.get(axis, neutral) != neutral for axis in padded_axes(part, sizes)):
-                    told = f"it takes the padding of {name} in, which is [{dim_text(parts or ())}] and holds anything there"
-                    raise Wrong(f"{told}: mask it with {neutral}")
+        for part in parts or () if clean or letter in summed else ():
+            if any(call.given[place].padding.get(axis, neutral) != neutral for axis in padded_axes(part, call.sizes)):
+                told = f"it takes the padding of {tensor} in, which is [{dim_text(parts or ())}] and holds anything there"
+                raise Wrong(f"{told}: mask it with {neutral}")

@@ -10,8 +10,8 @@ depends on the rank's coordinates otherwise `varies`; only what holds for such v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from torch.fx import Node
@@ -43,32 +43,43 @@ class RulesProtocol(Protocol):
     def ranges(self, node: Node, tensors: list[Node]) -> Sequence[tuple[int, int, int, int | None]]: ...
 
 
-def shardings_by_rule(
-    node: Node,
-    names: Sequence[str],
-    rule: Rule,
-    deferrals: Sequence[Deferral],
-    given: Sequence[InferredSharding],
-    told: Sequence[InferredSharding],
-    sizes: Mapping[str, int],
-) -> list[InferredSharding]:
-    """The shardings of the results. `names`: of the operands, for messages; `told`: the declared shardings of the results.
+@dataclass(frozen=True)
+class RuledCall:
+    """A line whose operator has a rule: its operands that are tensors, their inferred shardings, and the declared ones of its results."""
+
+    node: Node
+    rule: Rule
+    tensors: Sequence[Node]
+    given: Sequence[InferredSharding]
+    declared: Sequence[InferredSharding]
+    sizes: Mapping[str, int]
+
+    def operand_dims(self) -> Iterator[tuple[int, int, str, Parts | None]]:
+        """(position of an operand, dim, its letter, its parts) for each dim of each operand."""
+        for place, (row, spread) in enumerate(zip(self.rule.operands, self.given, strict=True)):
+            for dim, (letter, parts) in enumerate(zip(row, spread.dims, strict=True)):
+                yield place, dim, letter, parts
+
+
+def shardings_by_rule(call: RuledCall, deferrals: Sequence[Deferral]) -> list[InferredSharding]:
+    """The shardings of the results.
 
     A line with a plain type for a result that is read is a piece, one of several lines in a rule's lowering, and may do with tiles what
     rules do not allow for global values.
     """
-    piece = any(told[index].runs is None for index in _read_results(node))
-    letters = _letters(node, names, rule, given, piece, sizes)
+    rule, given = call.rule, call.given
+    piece = any(call.declared[index].runs is None for index in _read_results(call.node))
+    letters = _letters(call, piece)
     lost = (
         [] if any(not deferral.left for deferral in deferrals) else _letters_without_result(rule, letters)
     )  # a deferral that leaves nothing partial: only the shape of its operands is read
     if lost and not piece:
-        raise Wrong(f"{op_name(node)} makes its result of all of [{dim_text(letters[lost[0]])}], of which a rank has a tile")
+        raise Wrong(f"{op_name(call.node)} makes its result of all of [{dim_text(letters[lost[0]])}], of which a rank has a tile")
     owing = [_partial_of_sums(rule, index, letters) for index in range(len(rule.results))]
-    partial = _deferred_partial(node, names, deferrals, given, owing)
+    partial = _deferred_partial(call, deferrals, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
-    lost += _letters_maybe_without_result(rule, letters, given)
-    results, cut = [], _split_whole_letters(rule, given)
+    lost += _letters_maybe_without_result(call, letters)
+    results, cut = [], _split_whole_letters(call)
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
         unknown = lost or partial is None or owed is None or cut - set(dims)
@@ -76,7 +87,7 @@ def shardings_by_rule(
         moves = rule.kind == "layout" and bool(given)
         results.append(replace(result, padding=given[0].padding, filled=given[0].filled) if moves else result)
     if not piece:
-        _check_relations(rule, given, told)
+        _check_relations(call)
     return results
 
 
@@ -86,31 +97,28 @@ def _read_results(node: Node) -> set[int]:
     return read or {0}
 
 
-def _letters(
-    node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], piece: bool, sizes: Mapping[str, int]
-) -> dict[str, Parts]:
+def _letters(call: RuledCall, piece: bool) -> dict[str, Parts]:
     """Letter -> parts, by the operands, without letters on which the operands of a piece disagree. Raises Wrong for other disagreements."""
     found: dict[str, tuple[Parts, str, InferredSharding]] = {}
     broken: set[str] = set()
     unknown: set[str] = set()
-    for name, dims, spread in zip(names, rule.operands, given, strict=True):
-        for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
-            if parts is None:
-                unknown |= {letter}
-            if parts is None or letter == ONE:
-                continue
-            here = f"dim {place} of {name}"
-            known, who, other = found.setdefault(letter, (parts, here, spread))
-            why = ""
-            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # size 1 against a tile of one position
-                broken |= {letter}
-            elif not alike(known, parts):
-                why = f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(node)} takes them alike"
-            elif letter in rule.whole and any(part.axes for part in parts):
-                why = f"{here} is [{dim_text(parts)}]: {op_name(node)} takes it whole"
-            if why and not piece and not _is_view(spread, other):
-                raise Wrong(why)
-            broken |= {letter} if why else set()
+    for place, dim, letter, parts in call.operand_dims():
+        if parts is None:
+            unknown |= {letter}
+        if parts is None or letter == ONE:
+            continue
+        spread, here = call.given[place], f"dim {dim} of {call.tensors[place]}"
+        known, who, other = found.setdefault(letter, (parts, here, spread))
+        why = ""
+        if bool(known) != bool(parts) and tile(parts, call.sizes) == tile(known, call.sizes) == 1:  # size 1 against a tile of one position
+            broken |= {letter}
+        elif not alike(known, parts):
+            why = f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(call.node)} takes them alike"
+        elif letter in call.rule.whole and any(part.axes for part in parts):
+            why = f"{here} is [{dim_text(parts)}]: {op_name(call.node)} takes it whole"
+        if why and not piece and not _is_view(spread, other):
+            raise Wrong(why)
+        broken |= {letter} if why else set()
     broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # a dim of size 1 against a possible tile of one
     return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
 
@@ -120,10 +128,10 @@ def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
     return one is not other and one.has_all_dims and other.has_all_dims and run_of(flat(one)) == run_of(flat(other))
 
 
-def _split_whole_letters(rule: Rule, given: Sequence[InferredSharding]) -> set[str]:
+def _split_whole_letters(call: RuledCall) -> set[str]:
     """Letters that are split though the rule takes them whole, as a piece may: a result without one of them may be partial."""
-    rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
-    return {letter for row in rows for letter, parts in row if letter in rule.whole - {ONE} and any(part.axes for part in parts or ())}
+    whole = call.rule.whole - {ONE}
+    return {letter for _, _, letter, parts in call.operand_dims() if letter in whole and any(part.axes for part in parts or ())}
 
 
 def _letters_without_result(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:
@@ -132,11 +140,10 @@ def _letters_without_result(rule: Rule, letters: Mapping[str, Parts]) -> list[st
     return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
 
 
-def _letters_maybe_without_result(rule: Rule, letters: Mapping[str, Parts], given: Sequence[InferredSharding]) -> list[str]:
+def _letters_maybe_without_result(call: RuledCall, letters: Mapping[str, Parts]) -> list[str]:
     """Likewise letters that may be split: a tile of one position may be in any of several dims."""
-    kept = _letters_with_result(rule) | {ONE}
-    dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
-    return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split_axes() != frozenset()]
+    known = _letters_with_result(call.rule) | {ONE} | letters.keys()
+    return [letter for at, _, letter, _ in call.operand_dims() if letter not in known and call.given[at].split_axes() != frozenset()]
 
 
 def _letters_with_result(rule: Rule) -> set[str]:
@@ -180,14 +187,11 @@ def _whole_addends(deferrals: Sequence[Deferral], given: Sequence[InferredShardi
 
 
 def _deferred_partial(
-    node: Node,
-    names: Sequence[str],
-    deferrals: Sequence[Deferral],
-    given: Sequence[InferredSharding],
-    owing: Sequence[Mapping[str, str] | None],
+    call: RuledCall, deferrals: Sequence[Deferral], owing: Sequence[Mapping[str, str] | None]
 ) -> dict[str, str] | None:
     """Axis -> reduction that results take over from partial operands; None if unknown. Raises Wrong for a partial operand without a
     deferral. `owing`: axis -> reduction of each result by the rule's sums; operands added to a partial sum must be partial too."""
+    names, given = list(map(str, call.tensors)), call.given
     if any(spread.partial is None for spread in given):
         return None
     summed, added = _summed_axes(owing), _addend_positions(deferrals, len(given))
@@ -211,15 +215,16 @@ def _deferred_partial(
             rest = [name for place, name in enumerate(names) if place not in places and name not in told]
             together = any(deferral.reduction == how and places < set(deferral.positions) for deferral in deferrals) and rest
             why = f" unless {' and '.join(dict.fromkeys(rest))} is so too" if together else ""
-            through = f"which {op_name(node)} does not let through{why}"
+            through = f"which {op_name(call.node)} does not let through{why}"
             raise Wrong(f"{told} is {partial_text({axis: how})}, {through}: a reduction must come first")
         if fitting[0].left:
             found[axis] = fitting[0].left
     return found
 
 
-def _check_relations(rule: Rule, given: Sequence[InferredSharding], told: Sequence[InferredSharding]) -> None:
+def _check_relations(call: RuledCall) -> None:
     """Raises Wrong unless both sides of each relation between dims are split at the same positions."""
+    rule, given, told = call.rule, call.given, call.declared
     for relation in rule.relations:
         inside = _side(rule.operands, given, relation.inside)
         outside = _side(rule.results, told, relation.outside)

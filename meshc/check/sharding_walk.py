@@ -23,7 +23,7 @@ from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_te
 from meshc.check.padding import check_claims, check_sums
 from meshc.check.rings import BACKWARD, FORWARD
 from meshc.check.rule_queries import RuleQueries
-from meshc.check.rule_shardings import RulesProtocol, shardings_by_rule
+from meshc.check.rule_shardings import RuledCall, RulesProtocol, shardings_by_rule
 from meshc.check.spmd_shardings import Place, infer_sharding, place_of, positions
 from meshc.check.types import Wrong
 from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
@@ -235,21 +235,22 @@ class _ShardingWalk:
         if numbers:
             given = [replace(one, partial=None) for one in given]
         rule, deferrals = self.asked.rule(node, tensors, given, declared)
-        names, piece = [str(one) for one in tensors], all(spread.runs is None for spread in declared)
+        piece = all(spread.runs is None for spread in declared)
         if rule is None and deferrals is not None and not piece:
-            _check_whole(node, names, given)
+            _check_whole(node, tensors, given)
         if rule is None or deferrals is None:
             return unknown
-        orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
-        check_sums(node, names, rule, given, self.sizes)
-        found = shardings_by_rule(node, names, rule, deferrals, given, declared, self.sizes)
+        call = RuledCall(node, rule, tensors, given, declared, self.sizes)
+        orders.check(call, self.asked.rules, piece)
+        check_sums(call)
+        found = shardings_by_rule(call, deferrals)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
         made = [_rank_dependent_sharding(one) for one in read] if varies else read
-        goes = check_windows(node, names, rule, given, declared) if rule.windows else [{} for _ in made]
+        goes = check_windows(call) if rule.windows else [{} for _ in made]
         return [replace(one, windows=windows) for one, windows in zip(made, goes, strict=True)]
 
 
-def _check_whole(node: Node, names: Sequence[str], given: Sequence[InferredSharding]) -> None:
+def _check_whole(node: Node, names: Sequence[Node], given: Sequence[InferredSharding]) -> None:
     """Raises Wrong for a split or partial operand of an operator of torch that has no rule."""
     for name, spread in zip(names, given, strict=True):
         if spelling(node.target).startswith("aten.") and (spread.split_axes() or spread.partial):

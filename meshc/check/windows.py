@@ -13,7 +13,7 @@ checked, such as rows for a slice or for a step of a recurrence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -28,8 +28,8 @@ from meshc.ir.window import Window, tile_length
 from meshc.private import OpOverload
 
 if TYPE_CHECKING:
-    from meshc.check.inferred_sharding import InferredSharding, Parts
-    from meshc.rules.rule import Rule
+    from meshc.check.inferred_sharding import Parts
+    from meshc.check.rule_shardings import RuledCall
 
 
 KNOWN: Final = ("aten", "meshc")
@@ -68,39 +68,39 @@ class WindowedDim:
     fill: float
 
 
-def check_windows(
-    node: Node, names: Sequence[str], rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]
-) -> list[dict[int, Halo | WindowedDim]]:
+def check_windows(call: RuledCall) -> list[dict[int, Halo | WindowedDim]]:
     """For each result, dim -> the windows by which the operator computes it. Raises Wrong for an operand that does not fit its windows."""
+    node, rule = call.node, call.rule
     made: list[dict[int, Halo | WindowedDim]] = [{} for _ in rule.results]
-    extents = _extents(node, rule)
+    extents = _extents(call)
     for place, (letter, (other, window)) in enumerate(rule.windows.items()):
         if letter not in extents or cast(OpOverload, node.target).namespace not in KNOWN:
             continue
         goes = WindowedDim(ir.op_name(node), window, extents[letter], *_padding_range(node, place, window), rule.neutral)
-        over = _parts_of_letter(letter, rule, given, declared)
-        for name, row, spread in zip(names, rule.operands, given, strict=True):
-            for dim in (dim for dim, one in enumerate(row) if one == other):
-                if isinstance(halo := spread.windows.get(dim), Halo):
-                    _check_read(halo, goes, over, name, dim)
-                elif rule.kind == "compute" and any(part.axes for part in spread.dims[dim] or ()):
-                    if window.offset or extents[letter] * window.stride != extents[other]:
-                        raise Wrong(f"{goes.operator} reads beyond a rank's tile of dim {dim} of {name}, and no halo brings it")
+        over = _parts_of_letter(letter, call)
+        for at, dim, one, parts in call.operand_dims():
+            if one != other:
+                continue
+            if isinstance(halo := call.given[at].windows.get(dim), Halo):
+                _check_read(halo, goes, over, call.tensors[at], dim)
+            elif rule.kind == "compute" and any(part.axes for part in parts or ()):
+                if window.offset or extents[letter] * window.stride != extents[other]:
+                    raise Wrong(f"{goes.operator} reads beyond a rank's tile of dim {dim} of {call.tensors[at]}, and no halo brings it")
         for index, row in enumerate(rule.results):
             made[index] |= {dim: goes for dim, one in enumerate(row) if one == other}
     return made
 
 
-def _extents(node: Node, rule: Rule) -> dict[str, int]:
+def _extents(call: RuledCall) -> dict[str, int]:
     """Letter -> number of positions on a rank."""
-    shapes = [ir.record(one).shape for one in ir.operands(node) if not ir.is_integer(one)]
-    rows = [*zip(rule.operands, shapes, strict=True), *zip(rule.results, (one.shape for one in ir.records(node)), strict=False)]
-    return {letter: extent for row, shape in rows for letter, extent in zip(row, shape, strict=False)}
+    rule, made = call.rule, ir.records(call.node)
+    rows = [*zip(rule.operands, map(ir.record, call.tensors), strict=True), *zip(rule.results, made, strict=False)]
+    return {letter: extent for row, record in rows for letter, extent in zip(row, record.shape, strict=False)}
 
 
-def _parts_of_letter(letter: str, rule: Rule, given: Sequence[InferredSharding], declared: Sequence[InferredSharding]) -> Parts | None:
+def _parts_of_letter(letter: str, call: RuledCall) -> Parts | None:
     """The parts of a letter, from an operand or a result where they are known; else None."""
-    rows = [*zip(rule.operands, given, strict=True), *zip(rule.results, declared, strict=False)]
+    rows = [*zip(call.rule.operands, call.given, strict=True), *zip(call.rule.results, call.declared, strict=False)]
     dims = [(one, parts) for row, spread in rows for one, parts in zip(row, spread.dims, strict=False)]
     return next((parts for one, parts in dims if one == letter and parts), None)
 
@@ -120,7 +120,7 @@ def check_sum(halo: Halo, goes: WindowedDim) -> None:
     _check_place(halo, goes, "its operand was made")
 
 
-def _check_read(halo: Halo, goes: WindowedDim, over: Parts | None, name: str, dim: int) -> None:
+def _check_read(halo: Halo, goes: WindowedDim, over: Parts | None, name: Node, dim: int) -> None:
     _check_size(halo, over, halo.window[0], f"the windows of {name} are those of")
     _check_place(halo, goes, f"dim {dim} of {name} is read")
     if halo.fill != goes.fill:
