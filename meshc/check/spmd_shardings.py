@@ -13,7 +13,7 @@ Results of collectives between pipeline stages are unknown: each stage has a gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -108,23 +108,13 @@ def positions(node: Node, places: Places, sizes: Mapping[str, int]) -> InferredS
     return InferredSharding(((Part(UNNAMED, place.size, place.axes),),), varies=True)
 
 
-def _own_place(number: object, places: Places) -> Place | None:
-    place = places.get(number)
-    return place if place is not None and place.is_own else None
-
-
 def infer_sharding(
     node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
 ) -> InferredSharding:
     """The sharding of the result, for checked arguments. Dims that depend on the padding of tiles are taken from `declared`."""
     if spmd.joins_stages(node):
         return InferredSharding((None,) * len(given.dims))
-    return _MOVES[node.target](node, given, declared, places, sizes)
-
-
-def _all_reduce(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    axes, how = cast(tuple[Axes, str], node.args[1:])
-    return _reduce_partial(given, axes, how)
+    return _MOVES[node.target](_Move(node, given, declared, places, sizes))
 
 
 def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSharding:
@@ -139,38 +129,6 @@ def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSh
         if axis != spmd.MICROBATCH and given.partial.get(axis) != how:
             raise Wrong(f"its operand is not partial over {axis} for a {how}: it is {partial_text(given.partial)}")
     return replace(found, partial={axis: left for axis, left in given.partial.items() if axis not in axes})
-
-
-def _all_gather(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    axes, dim = cast(tuple[Axes, int], node.args[1:])
-    _check_split(given, axes, "gathers")
-    after = _expect_gathered_dim(given, dim, axes, "gathers", sizes)
-    return _with_dim(_map_pieces(given, partial(_remove_axes, axes, "gathers")), given, dim, after, declared)
-
-
-def _reduce_scatter(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    axes, dim, how = cast(tuple[Axes, int, str], node.args[1:])
-    after = _expect_split_dim(given, dim, axes, sizes)
-    return _with_dim(_reduce_partial(_map_pieces(given, partial(_add_axes, axes)), axes, how), given, dim, after, declared)
-
-
-def _all_to_all(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    axes, split, concat = cast(tuple[Axes, int, int], node.args[1:])
-    if split == concat:
-        if declared is not None:
-            raise Wrong(f"it exchanges tiles along dim {split} alone: what a rank has then no type says")
-        return replace(given.with_dim(split, None), runs=given.axis_runs())
-    does = "takes together"
-    less, more = _expect_gathered_dim(given, concat, axes, does, sizes), _expect_split_dim(given, split, axes, sizes)
-    moved = _map_pieces(_map_pieces(given, partial(_remove_axes, axes, does)), partial(_add_axes, axes))
-    found = _with_dim(moved, given, concat, less, declared)
-    return _with_dim(found, found, split, more, declared)
 
 
 def _map_pieces(found: InferredSharding, change: Callable[[InferredSharding], InferredSharding]) -> InferredSharding:
@@ -204,100 +162,6 @@ def _without_dims(one: InferredSharding) -> InferredSharding:
     return replace(one, dims=(None,) * len(one.dims))
 
 
-def _shard(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    dim, tiles, index = cast(tuple[int, int, object], node.args[1:])
-    if isinstance(index, int):
-        return _same_rows(node, given, dim, tiles, index, declared is None, sizes)
-    place = _own_place(index, places)
-    if place is None and declared is None:
-        other = places.get(index)
-        back = {} if other is None else {other.axes: other.back}
-        return replace(_with_dim(replace(given, runs=None), given, dim, None, declared), varies=True, back=back)
-    if place is None or not place.counts_tiles(sizes):
-        raise Wrong(f"{index} is not a rank's number among {tiles}, by which it takes its tile")
-    axes = place.axes
-    if prod(sizes[axis] for axis in axes) != tiles:
-        raise Wrong(f"it takes one of {tiles} tiles by a rank's place on {'/'.join(axes)}, which has {prod(sizes[a] for a in axes)} ranks")
-    after = _expect_split_dim(given, dim, axes, sizes)
-    if declared is not None and spmd.MICROBATCH in axes and spmd.MICROBATCH not in (declared.split_axes() or ()):
-        axes, after = tuple(axis for axis in axes if axis != spmd.MICROBATCH), _expect_microbatch_dim(given, dim, axes, tiles, sizes)
-    back = {} if declared is not None else {**given.back, axes: 0}
-    return _with_dim(_add_axes(axes, replace(given, filled=True, back=back)) if axes else given, given, dim, after, declared)
-
-
-def _same_rows(
-    node: Node, given: InferredSharding, dim: int, tiles: int, index: int, piece: bool, sizes: Mapping[str, int]
-) -> InferredSharding:
-    """Tile `index` on all ranks: a slice."""
-    size = record(cast(Node, node.args[0])).shape[dim]
-    length, parts = -(-size // tiles), given.dims[dim]
-    whole = parts is not None and size % tiles == 0
-    found = slice_dim(cast(Parts, parts), index * length, length, 1, sizes, piece) if whole else None
-    return replace(given.with_dim(dim, found), runs=given.axis_runs())
-
-
-def _keep_first(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
-    if node.args[1] == 0:
-        return given  # all ranks keep it: whole, not partial
-    place = _own_place(node.args[1], places)
-    if place is None or not place.counts_tiles(sizes):
-        if declared is not None:
-            raise Wrong(f"it keeps what the first rank has, and {node.args[1]} is no rank's number")
-        return replace(given, partial=None, padding=padding, varies=True)
-    differs = sorted(({*(given.partial or ())} | (given.split_axes() or frozenset())) & set(place.axes))
-    if differs:
-        told = f"it keeps what the first rank of {', '.join(differs)} has"
-        raise Wrong(f"{told}, and its operand is another on each of these: the rest is lost")
-    if given.partial is None:
-        return replace(given, padding=padding)
-    return replace(
-        given, partial={**given.partial, **{axis: "sum" for axis in place.axes if axis != spmd.MICROBATCH}}, padding=padding
-    )
-
-
-def _same(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    return given
-
-
-def _broadcast(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    """One rank's value on its whole group. Raises Wrong for a value split or partial over the group: other ranks' tiles would be lost."""
-    axes = cast(Axes, node.args[1])
-    split, partial = (given.split_axes() or frozenset()) & set(axes), sorted(set(given.partial or ()) & set(axes))
-    if split:
-        raise Wrong(f"it sends one rank's tile to all of {', '.join(axes)}, and {', '.join(sorted(split))} splits its operand")
-    if partial:
-        raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {partial_text(given.partial or {})}")
-    return given
-
-
-def _mask(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, places: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    """The sharding with padding of one dim set to the mask's value."""
-    dim, count, value = cast(tuple[int, object, float], node.args[1:])
-    check_natural(given, dim, "counts positions")
-    place = _own_place(count, places)
-    if place is None or place.starts:
-        return replace(given, padding={}, varies=True)
-    parts = given.dims[dim]
-    if parts is None and (behind := _viewed_sizes(cast(Node, node.args[0]), place.axes)) and place.size not in behind:
-        split = "/".join(place.axes)
-        raise Wrong(f"it counts the real positions of a tile of {place.size} over {split}, and {split} splits {behind[0]} of its operand's")
-    exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
-    counted = place.counts == tuple(sizes[axis] for axis in place.axes)
-    fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
-    if not fits:
-        told = "" if parts is None else f", which is [{dim_text(parts)}]"
-        tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"
-        raise Wrong(f"it counts the real positions of {tiles} along dim {dim} of its operand{told}")
-    return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
-
-
 def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
     """Sizes of the parts that `axes` split in the declared sharding of the value that `x` is a view of."""
     while x.target is aten.reshape.default and record(x).sharding is None:
@@ -306,150 +170,247 @@ def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
     return [] if sharding is None else [part.size for _, _, part in sharding.parts() if part.axes == tuple(axes)]
 
 
-def _ring_shift(
-    node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    """Another rank's tile, which no declared sharding can express."""
-    axes, steps = cast(tuple[Axes, int], node.args[1:])
-    ring = tuple(axes)
-    if declared is not None:
-        raise Wrong("it is another rank's tile, which no type says")
-    ranks = prod(sizes[axis] for axis in ring)
-    return replace(given, varies=True, back={**given.back, ring: (given.back.get(ring, 0) + steps) % ranks})
-
-
-def _order(
-    before: str, after: str, node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]
-) -> InferredSharding:
-    axes, dim = cast(tuple[Axes, int], node.args[1:])
-    return reorder_dim(given, dim, axes, before, after, sizes)
-
-
-def _halo(node: Node, given: InferredSharding, declared: InferredSharding | None, _: Places, sizes: Mapping[str, int]) -> InferredSharding:
-    dim, halo = cast(int, node.args[2]), Halo.of(node, sizes)
-    check_natural(given, dim, "reads neighbours")
-    before, after, sums = given.windows.get(dim), declared.dims[dim] if declared is not None else None, node.target is spmd.halo_sum
-    check_halo(halo, after if sums else given.dims[dim], given.dims[dim] if sums else after)
-    if sums and isinstance(before, WindowedDim):
-        check_sum(halo, before)
-    windows = {**{at: one for at, one in given.windows.items() if at != dim}, **({} if sums else {dim: halo})}
-    return _with_dim(replace(given, runs=None, padding={}, windows=windows), given, dim, None, declared)
-
-
-def _gather_rows(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    """Each rank has the rows sent to it: the axes of the new dim are unknown."""
-    return InferredSharding((None, *given.dims[:-2], None, given.dims[-1]))
-
-
-def _scatter_rows(node: Node, given: InferredSharding, *_: object) -> InferredSharding:
-    return InferredSharding((*given.dims[1:-2], None, given.dims[-1]))
-
-
-_MOVES: Final[Mapping[object, Callable[..., InferredSharding]]] = {
-    spmd.all_reduce: _all_reduce,
-    spmd.all_gather: _all_gather,
-    spmd.reduce_scatter: _reduce_scatter,
-    spmd.all_to_all: _all_to_all,
-    spmd.broadcast: _broadcast,
-    spmd.ring_shift: _ring_shift,
-    spmd.to_zigzag: partial(_order, "", ZIGZAG),
-    spmd.from_zigzag: partial(_order, ZIGZAG, ""),
-    spmd.halo: _halo,
-    spmd.halo_sum: _halo,
-    spmd.gather_rows: _gather_rows,
-    spmd.scatter_rows: _scatter_rows,
-    spmd.shard: _shard,
-    spmd.mask: _mask,
-    spmd.to_host: _same,
-    spmd.from_host: _same,
-    spmd.keep_first: _keep_first,
-}
-
-
-Checked = Callable[[Parts | None], Parts | None]
-"""Declared parts of a dim -> its parts after a line, None if unknown. Raises Wrong."""
-
-
-def _with_dim(
-    made: InferredSharding, given: InferredSharding, dim: int, after: Checked | None, declared: InferredSharding | None
-) -> InferredSharding:
-    """`made` with the dims of `given`, except `dim`: as declared, checked by `after`."""
-    found = declared.dims[dim] if declared is not None else None
-    if after is not None:
-        found = after(found)
-    return replace(made, dims=given.with_dim(dim, found).dims)
-
-
-def _check_split(given: InferredSharding, axes: Axes, does: str) -> None:
-    split = given.split_axes()
-    if split is not None and not set(axes) <= split:
-        raise Wrong(f"it {does} over {', '.join(sorted(set(axes) - split))}, which does not split its operand: that is split over "
-                    f"{', '.join(sorted(split)) or 'nothing'}")  # fmt: skip
-
-
-def _expect_gathered_dim(given: InferredSharding, dim: int, axes: Axes, does: str, sizes: Mapping[str, int]) -> Checked | None:
-    """A check that `dim` is sharded as in `given` without `axes`, which must be the innermost axes of its major part, in this order."""
-    before = given.dims[dim]
-    if before is None:
-        return None
-    missing = [axis for axis in axes if axis not in _axes(before)]
-    lies = f"along dim {dim}, which is [{dim_text(before)}]"
-    if missing:
-        raise Wrong(f"it {does} over {', '.join(axes)} {lies} and not split over {', '.join(missing)}")
-    place = next((at for at, part in enumerate(before) if list(part.cuts[-len(axes) :]) == list(axes)), None)
-    if place is None:
-        raise Wrong(f"it {does} over {', '.join(axes)}, in this order, {lies}: its tiles lie otherwise")
-    if any(local_size(part, sizes) != 1 for part in before[:place]):
-        raise Wrong(f"it {does} over {', '.join(axes)} {lies}: a rank has its tile of {before[place].factor} more than once there")
-    part = before[place]
-    whole = replace(part, axes=part.axes[: -len(axes)], order=part.order if len(part.axes) > len(axes) else "")
-    after = (*before[:place], whole, *before[place + 1 :])
-    padded = local_size(whole, sizes) != local_size(part, sizes) * prod(sizes[axis] for axis in axes)
-    told = f"its operand's dim {dim} is [{dim_text(before)}], which without {', '.join(axes)} is not"
-    return partial(_match_dim, [after], told, padded)
-
-
-def _expect_split_dim(given: InferredSharding, dim: int, axes: Axes, sizes: Mapping[str, int]) -> Checked | None:
-    """A check that `dim` is sharded as in `given` with `axes` added as the innermost axes of its major part."""
-    before = given.dims[dim]
-    if before is None:
-        return None
-    count, found = prod(sizes[axis] for axis in axes), []
-    wanted = -(-tile(before, sizes) // count)
-    for place, part in enumerate(before):
-        after = (*before[:place], replace(part, axes=(*part.axes, *axes)), *before[place + 1 :])
-        rest = tile(before[place + 1 :], sizes)
-        even = local_size(part, sizes) % count == 0
-        if tile(after, sizes) == wanted and (even or rest == 1):
-            found.append(after)
-        if local_size(part, sizes) != 1:
-            break
-    told = f"its operand's dim {dim} is [{dim_text(before)}], which split over {', '.join(axes)} is not"
-    return partial(_match_dim, found, told, not found)
-
-
-def _expect_microbatch_dim(given: InferredSharding, dim: int, axes: Axes, tiles: int, sizes: Mapping[str, int]) -> Checked | None:
-    """A check that `dim` has the rows of one microbatch, in a step that is the mean of its microbatches, with sizes of one microbatch."""
-    before = given.dims[dim]
-    if before is None:
-        return None
-    place = next((at for at, part in enumerate(before) if local_size(part, sizes) != 1), 0)
-    rows = (*before[:place], *(replace(part, size=part.size // tiles) for part in before[place : place + 1]), *before[place + 1 :])
-    return partial(_match_dim, [rows], f"its operand's dim {dim} is [{dim_text(before)}], of which a microbatch is not", False)
-
-
-def _match_dim(ways: Sequence[Parts], told: str, unlike: bool, declared: Parts | None) -> Parts | None:
-    """The declared parts, which must be among `ways`; without these the only one of `ways`. `unlike`: the result is padded otherwise."""
-    if declared is None:
-        return ways[0] if len(ways) == 1 and not unlike else None
-    if not any(_comparable_parts(way) == _comparable_parts(declared) for way in ways):
-        raise Wrong(f"{told} [{dim_text(declared)}]")
-    return declared
-
-
 def _comparable_parts(parts: Parts) -> list[tuple[str, int, tuple[str, ...]]]:
     return [(part.factor, part.size, part.cuts) for part in parts if part.size != 1 or part.axes]
 
 
-def _axes(parts: Iterable[Part]) -> list[str]:
-    return [cut for part in parts for cut in part.cuts]
+@dataclass(frozen=True)
+class _Move:
+    """A line that calls a function of `meshc.ir.spmd`, with the sharding of its operand and the declared one of its result, if any."""
+
+    node: Node
+    given: InferredSharding
+    declared: InferredSharding | None
+    places: Places
+    sizes: Mapping[str, int]
+
+    def all_reduce(self) -> InferredSharding:
+        axes, how = cast(tuple[Axes, str], self.node.args[1:])
+        return _reduce_partial(self.given, axes, how)
+
+    def all_gather(self) -> InferredSharding:
+        axes, dim = cast(tuple[Axes, int], self.node.args[1:])
+        split = self.given.split_axes()
+        if split is not None and not set(axes) <= split:
+            raise Wrong(f"it gathers over {', '.join(sorted(set(axes) - split))}, which does not split its operand: that is split over "
+                        f"{', '.join(sorted(split)) or 'nothing'}")  # fmt: skip
+        found = self._gathered_dim(dim, axes, "gathers")
+        return self._with_dim(_map_pieces(self.given, partial(_remove_axes, axes, "gathers")), dim, found)
+
+    def reduce_scatter(self) -> InferredSharding:
+        axes, dim, how = cast(tuple[Axes, int, str], self.node.args[1:])
+        made = _reduce_partial(_map_pieces(self.given, partial(_add_axes, axes)), axes, how)
+        return self._with_dim(made, dim, self._split_dim(dim, axes))
+
+    def all_to_all(self) -> InferredSharding:
+        axes, split, concat = cast(tuple[Axes, int, int], self.node.args[1:])
+        if split == concat:
+            if self.declared is not None:
+                raise Wrong(f"it exchanges tiles along dim {split} alone: what a rank has then no type says")
+            return replace(self.given.with_dim(split, None), runs=self.given.axis_runs())
+        does = "takes together"
+        less = self._gathered_dim(concat, axes, does)
+        moved = _map_pieces(_map_pieces(self.given, partial(_remove_axes, axes, does)), partial(_add_axes, axes))
+        return self._with_dim(moved, concat, less).with_dim(split, self._split_dim(split, axes))
+
+    def shard(self) -> InferredSharding:
+        dim, tiles, index = cast(tuple[int, int, object], self.node.args[1:])
+        given, sizes, own = self.given, self.sizes, self.declared is not None
+        if isinstance(index, int):
+            return self._same_rows(dim, tiles, index)
+        place = self._own_place(index)
+        if place is None and not own:
+            other = self.places.get(index)
+            back = {} if other is None else {other.axes: other.back}
+            return replace(given.with_dim(dim, None), runs=None, varies=True, back=back)
+        if place is None or not place.counts_tiles(sizes):
+            raise Wrong(f"{index} is not a rank's number among {tiles}, by which it takes its tile")
+        axes, ranks = place.axes, prod(sizes[axis] for axis in place.axes)
+        if ranks != tiles:
+            raise Wrong(f"it takes one of {tiles} tiles by a rank's place on {'/'.join(axes)}, which has {ranks} ranks")
+        if spmd.MICROBATCH in axes and self.declared is not None and spmd.MICROBATCH not in (self.declared.split_axes() or ()):
+            axes, found = tuple(axis for axis in axes if axis != spmd.MICROBATCH), self._microbatch_dim(dim, tiles)
+        else:
+            found = self._split_dim(dim, axes)
+        back = {} if own else {**given.back, axes: 0}
+        return self._with_dim(_add_axes(axes, replace(given, filled=True, back=back)) if axes else given, dim, found)
+
+    def _same_rows(self, dim: int, tiles: int, index: int) -> InferredSharding:
+        """Tile `index` on all ranks: a slice."""
+        size = record(cast(Node, self.node.args[0])).shape[dim]
+        length, parts = -(-size // tiles), self.given.dims[dim]
+        whole = parts is not None and size % tiles == 0
+        found = slice_dim(cast(Parts, parts), index * length, length, 1, self.sizes, self.declared is None) if whole else None
+        return replace(self.given.with_dim(dim, found), runs=self.given.axis_runs())
+
+    def keep_first(self) -> InferredSharding:
+        index, given = self.node.args[1], self.given
+        padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
+        if index == 0:
+            return given  # all ranks keep it: whole, not partial
+        place = self._own_place(index)
+        if place is None or not place.counts_tiles(self.sizes):
+            if self.declared is not None:
+                raise Wrong(f"it keeps what the first rank has, and {index} is no rank's number")
+            return replace(given, partial=None, padding=padding, varies=True)
+        differs = sorted(({*(given.partial or ())} | (given.split_axes() or frozenset())) & set(place.axes))
+        if differs:
+            told = f"it keeps what the first rank of {', '.join(differs)} has"
+            raise Wrong(f"{told}, and its operand is another on each of these: the rest is lost")
+        if given.partial is None:
+            return replace(given, padding=padding)
+        sums = dict.fromkeys((axis for axis in place.axes if axis != spmd.MICROBATCH), "sum")
+        return replace(given, partial={**given.partial, **sums}, padding=padding)
+
+    def broadcast(self) -> InferredSharding:
+        """One rank's value on its whole group. Raises Wrong for a value split or partial over the group: the rest would be lost."""
+        axes, given = cast(Axes, self.node.args[1]), self.given
+        split, partial = (given.split_axes() or frozenset()) & set(axes), sorted(set(given.partial or ()) & set(axes))
+        if split:
+            raise Wrong(f"it sends one rank's tile to all of {', '.join(axes)}, and {', '.join(sorted(split))} splits its operand")
+        if partial:
+            raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {partial_text(given.partial or {})}")
+        return given
+
+    def mask(self) -> InferredSharding:
+        """The sharding with padding of one dim set to the mask's value."""
+        dim, count, value = cast(tuple[int, object, float], self.node.args[1:])
+        given, sizes = self.given, self.sizes
+        check_natural(given, dim, "counts positions")
+        place = self._own_place(count)
+        if place is None or place.starts:
+            return replace(given, padding={}, varies=True)
+        parts = given.dims[dim]
+        if parts is None and (behind := _viewed_sizes(cast(Node, self.node.args[0]), place.axes)) and place.size not in behind:
+            split = "/".join(place.axes)
+            told = f"it counts the real positions of a tile of {place.size} over {split}"
+            raise Wrong(f"{told}, and {split} splits {behind[0]} of its operand's")
+        exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
+        counted = place.counts == tuple(sizes[axis] for axis in place.axes)
+        fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
+        if not fits:
+            told = "" if parts is None else f", which is [{dim_text(parts)}]"
+            tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"
+            raise Wrong(f"it counts the real positions of {tiles} along dim {dim} of its operand{told}")
+        return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
+
+    def ring_shift(self) -> InferredSharding:
+        """Another rank's tile, which no declared sharding can express."""
+        axes, steps = cast(tuple[Axes, int], self.node.args[1:])
+        ring, back = tuple(axes), self.given.back
+        if self.declared is not None:
+            raise Wrong("it is another rank's tile, which no type says")
+        ranks = prod(self.sizes[axis] for axis in ring)
+        return replace(self.given, varies=True, back={**back, ring: (back.get(ring, 0) + steps) % ranks})
+
+    def reorder(self, before: str, after: str) -> InferredSharding:
+        axes, dim = cast(tuple[Axes, int], self.node.args[1:])
+        return reorder_dim(self.given, dim, axes, before, after, self.sizes)
+
+    def halo(self) -> InferredSharding:
+        given, dim, halo = self.given, cast(int, self.node.args[2]), Halo.of(self.node, self.sizes)
+        check_natural(given, dim, "reads neighbours")
+        before, after, sums = given.windows.get(dim), self._declared_dim(dim), self.node.target is spmd.halo_sum
+        check_halo(halo, after if sums else given.dims[dim], given.dims[dim] if sums else after)
+        if sums and isinstance(before, WindowedDim):
+            check_sum(halo, before)
+        windows = {**{at: one for at, one in given.windows.items() if at != dim}, **({} if sums else {dim: halo})}
+        return replace(given.with_dim(dim, after), runs=None, padding={}, windows=windows)
+
+    def gather_rows(self) -> InferredSharding:
+        """Each rank has the rows sent to it: the axes of the new dim are unknown."""
+        dims = self.given.dims
+        return InferredSharding((None, *dims[:-2], None, dims[-1]))
+
+    def scatter_rows(self) -> InferredSharding:
+        dims = self.given.dims
+        return InferredSharding((*dims[1:-2], None, dims[-1]))
+
+    def _own_place(self, number: object) -> Place | None:
+        place = self.places.get(number)
+        return place if place is not None and place.is_own else None
+
+    def _with_dim(self, made: InferredSharding, dim: int, parts: Parts | None) -> InferredSharding:
+        """`made` with the dims of the operand, except `dim`."""
+        return replace(made, dims=self.given.with_dim(dim, parts).dims)
+
+    def _declared_dim(self, dim: int) -> Parts | None:
+        return self.declared.dims[dim] if self.declared is not None else None
+
+    def _gathered_dim(self, dim: int, axes: Axes, does: str) -> Parts | None:
+        """`dim` of the result: sharded as the operand without `axes`, which must be the innermost axes of its major part, in this order."""
+        before, sizes = self.given.dims[dim], self.sizes
+        if before is None:
+            return self._declared_dim(dim)
+        missing = [axis for axis in axes if axis not in (cut for part in before for cut in part.cuts)]
+        lies = f"along dim {dim}, which is [{dim_text(before)}]"
+        if missing:
+            raise Wrong(f"it {does} over {', '.join(axes)} {lies} and not split over {', '.join(missing)}")
+        place = next((at for at, part in enumerate(before) if list(part.cuts[-len(axes) :]) == list(axes)), None)
+        if place is None:
+            raise Wrong(f"it {does} over {', '.join(axes)}, in this order, {lies}: its tiles lie otherwise")
+        if any(local_size(part, sizes) != 1 for part in before[:place]):
+            raise Wrong(f"it {does} over {', '.join(axes)} {lies}: a rank has its tile of {before[place].factor} more than once there")
+        part = before[place]
+        whole = replace(part, axes=part.axes[: -len(axes)], order=part.order if len(part.axes) > len(axes) else "")
+        padded = local_size(whole, sizes) != local_size(part, sizes) * prod(sizes[axis] for axis in axes)
+        told = f"its operand's dim {dim} is [{dim_text(before)}], which without {', '.join(axes)} is not"
+        return self._match_dim(dim, [(*before[:place], whole, *before[place + 1 :])], told, padded)
+
+    def _split_dim(self, dim: int, axes: Axes) -> Parts | None:
+        """`dim` of the result: sharded as the operand with `axes` added as the innermost axes of its major part."""
+        before, sizes = self.given.dims[dim], self.sizes
+        if before is None:
+            return self._declared_dim(dim)
+        count, found = prod(sizes[axis] for axis in axes), []
+        wanted = -(-tile(before, sizes) // count)
+        for place, part in enumerate(before):
+            after = (*before[:place], replace(part, axes=(*part.axes, *axes)), *before[place + 1 :])
+            rest = tile(before[place + 1 :], sizes)
+            even = local_size(part, sizes) % count == 0
+            if tile(after, sizes) == wanted and (even or rest == 1):
+                found.append(after)
+            if local_size(part, sizes) != 1:
+                break
+        told = f"its operand's dim {dim} is [{dim_text(before)}], which split over {', '.join(axes)} is not"
+        return self._match_dim(dim, found, told, not found)
+
+    def _microbatch_dim(self, dim: int, tiles: int) -> Parts | None:
+        """`dim` of the result: the rows of one microbatch, in a step that is the mean of its microbatches, with sizes of one microbatch."""
+        before = self.given.dims[dim]
+        if before is None:
+            return self._declared_dim(dim)
+        place = next((at for at, part in enumerate(before) if local_size(part, self.sizes) != 1), 0)
+        rows = (*before[:place], *(replace(part, size=part.size // tiles) for part in before[place : place + 1]), *before[place + 1 :])
+        return self._match_dim(dim, [rows], f"its operand's dim {dim} is [{dim_text(before)}], of which a microbatch is not", False)
+
+    def _match_dim(self, dim: int, ways: Sequence[Parts], told: str, unlike: bool) -> Parts | None:
+        """The declared parts of a dim, which must be among `ways`; without these the only one of `ways`, but if the result is padded
+        otherwise (`unlike`)."""
+        declared = self._declared_dim(dim)
+        if declared is None:
+            return ways[0] if len(ways) == 1 and not unlike else None
+        if not any(_comparable_parts(way) == _comparable_parts(declared) for way in ways):
+            raise Wrong(f"{told} [{dim_text(declared)}]")
+        return declared
+
+
+_MOVES: Final[Mapping[object, Callable[[_Move], InferredSharding]]] = {
+    spmd.all_reduce: _Move.all_reduce,
+    spmd.all_gather: _Move.all_gather,
+    spmd.reduce_scatter: _Move.reduce_scatter,
+    spmd.all_to_all: _Move.all_to_all,
+    spmd.broadcast: _Move.broadcast,
+    spmd.ring_shift: _Move.ring_shift,
+    spmd.to_zigzag: lambda move: move.reorder("", ZIGZAG),
+    spmd.from_zigzag: lambda move: move.reorder(ZIGZAG, ""),
+    spmd.halo: _Move.halo,
+    spmd.halo_sum: _Move.halo,
+    spmd.gather_rows: _Move.gather_rows,
+    spmd.scatter_rows: _Move.scatter_rows,
+    spmd.shard: _Move.shard,
+    spmd.mask: _Move.mask,
+    spmd.to_host: lambda move: move.given,
+    spmd.from_host: lambda move: move.given,
+    spmd.keep_first: _Move.keep_first,
+}
