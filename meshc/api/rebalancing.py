@@ -11,7 +11,7 @@ import torch
 
 from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
-from meshc.ir.layouts import axis_sizes
+from meshc.ir.mesh import axis_sizes
 from meshc.plan.expert_group_counts import groups_of
 from meshc.report.rebalance_report import RebalanceReport
 from meshc.runtime.agreement.compare import digest_number, first_other

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshc.errors import StateError
-from meshc.ir.layouts import axis_sizes
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import descriptions
 from meshc.runtime.agreement.compare import agree, from_rank_0, refusable, together

@@ -32,6 +32,7 @@ from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
+from meshc.ir.mesh import axis_sizes
 from meshc.ir.regions import blocks, microbatch_integers, region_of, why_alone
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
@@ -187,7 +188,7 @@ def _fault_text(stage: Stage, name: str, why: str) -> str:
 
 
 def _axes(program: PlainProgram, where: str) -> Iterator[str]:
-    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    sizes = axis_sizes(program.mesh)
     told = {axis: size for axis, size in program.axis_sizes.items() if axis != "mb"}
     if told != sizes:
         yield f"{where}: the axes are {told}, but the mesh is {program.mesh}"
@@ -223,18 +224,18 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
         if not _is_same_type(before, record):
             yield f"{where}: {port.key} enters as {said(before)} and leaves as {said(record)}"
     for stage in program.stages.values():
-        for key, node in _result_nodes(stage):
-            record = ir.record(node)
-            made[key].append(record)
-            whole = whole_of(key)
-            told, who = known.setdefault(key, (record, f"{stage.name} gives"))
-            if not _is_same_type(told, record):
-                yield _fault_text(stage, f"return {key}", f"it gives {key} as {said(record)}, but {who} {said(told)}")
+        for key, node in stage.results().items():
+            if not isinstance(node, Node) or not ir.has_record(node) or isinstance(node.meta[ir.KEY], tuple):
+                continue
+            record, whole = ir.record(node), whole_of(key)
+            gives = {key: f"it gives {key} as"}
             if whole is not None and whole[0] != WAYS["rows"][0]:
-                made[whole[1]].append(record)
-                told, who = known.setdefault(whole[1], (record, f"{stage.name} gives"))
+                gives[whole[1]] = f"a part of {whole[1]} is"
+            for name, what in gives.items():
+                made[name].append(record)
+                told, who = known.setdefault(name, (record, f"{stage.name} gives"))
                 if not _is_same_type(told, record):
-                    yield _fault_text(stage, f"return {key}", f"a part of {whole[1]} is {said(record)}, but {who} {said(told)}")
+                    yield _fault_text(stage, f"return {key}", f"{what} {said(record)}, but {who} {said(told)}")
     for stage in program.stages.values():
         for node, key in stage.keys().items():
             record = ir.record(node)
@@ -260,21 +261,14 @@ def _padding_fault(program: PlainProgram, record: Record, key: str, made: Sequen
 
 
 def _is_same_type(one: Record, other: Record) -> bool:
-    places = [(each.storage, each.used) for each in (one, other)]
-    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and places[0] == places[1]
-    return same and _is_same_sharding(one.sharding, other.sharding)
+    places = [(tuple(each.shape), each.dtype, each.storage, each.used) for each in (one, other)]
+    return places[0] == places[1] and _is_same_sharding(one.sharding, other.sharding)
 
 
 def _is_same_sharding(one: Sharding | None, other: Sharding | None) -> bool:
     if one is None or other is None:
         return True
     return one.dims == other.dims and without_microbatches(one) == without_microbatches(other)
-
-
-def _result_nodes(stage: Stage) -> Iterator[tuple[str, Node]]:
-    for key, value in stage.results().items():
-        if isinstance(value, Node) and ir.has_record(value) and not isinstance(value.meta[ir.KEY], tuple):
-            yield key, value
 
 
 def _constants(program: PlainProgram, where: str) -> Iterator[str]:

@@ -118,7 +118,9 @@ class _ShardingWalk:
             if record.sharding is not None:
                 _compare(other, told, record.shape, self.sizes)
                 _compare(one, told, record.shape, self.sizes)
-                _check_own_tile(one)
+                for axes, back in one.back.items():
+                    if back:
+                        raise Wrong(f"it is {rings.whose(back, axes)}, and no type says so")
                 check_claims(one.padding, record.sharding, self.sizes)
 
     def hand_on(self, stage: Stage) -> None:
@@ -286,9 +288,7 @@ def _fill_unknown_dims(found: InferredSharding, declared: InferredSharding) -> I
 
 def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
     """(dim, start, length, step) of a slice of a value of local shape `shape`; `stage.py` has checked the arguments."""
-    names = ("dim", "start", "end", "step")
-    given = dict(zip(names, node.args[1:], strict=False)) | {name: node.kwargs[name] for name in names if name in node.kwargs}
-    dim, start, end, step = (given.get(name) for name in names)
+    _, dim, start, end, step = named_arguments(node).values()
     dim = dim % len(shape) if isinstance(dim, int) else 0
     size = shape[dim]
     low, high = (default if not isinstance(bound, int) else bound for bound, default in ((start, 0), (end, size)))
@@ -312,12 +312,6 @@ def _compare(found: InferredSharding, declared: InferredSharding, shape: Sequenc
     if runs is not None and told_runs is not None and not fit_together(runs, told_runs):
         made, told_ = (", ".join(sorted("/".join(run) for run in some)) for some in (runs, told_runs))
         raise Wrong(f"its operator makes it split over {made}, in this order, declared is a value split over {told_}")
-
-
-def _check_own_tile(found: InferredSharding) -> None:
-    for axes, back in found.back.items():
-        if back:
-            raise Wrong(f"it is {rings.whose(back, axes)}, and no type says so")
 
 
 def _is_alike(one: InferredSharding, other: InferredSharding) -> bool:

@@ -28,7 +28,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost.devices import Device, Link, RankDevices
 from meshc.ir import spmd
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.storage_moves import TIERS, Storage
 from meshc.ir.window import received_elements
 from meshc.program import in_flight
@@ -157,7 +157,7 @@ def rows_by_link(node: Node, mesh: Mesh, device: Device) -> tuple[float, float]:
     """Bytes (within its node, between nodes) of chosen rows that a rank receives, or of their sums that it sends, under even routing."""
     axes = tuple(node.args[1])  # type: ignore[arg-type]
     ranks = math.prod(map(mesh.size, axes))
-    size = payload(node, {axis.name: axis.size for axis in mesh.axes})
+    size = payload(node, axis_sizes(mesh))
     near = (fewest_together(mesh, axes, device.ranks_per_node) or ranks) - 1
     return size * near / (ranks - 1), size * (ranks - 1 - near) / (ranks - 1)
 
@@ -178,7 +178,7 @@ def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.
     ranks = math.prod(map(mesh.size, axes))
     if ranks == 1:
         return 0.0
-    size = times * payload(node, {axis.name: axis.size for axis in mesh.axes})
+    size = times * payload(node, axis_sizes(mesh))
     if node.target in spmd.OF_ROWS:
         return device.collective_s + _rows_seconds(times, node, mesh, device)
     link = (hop_of if node.target is spmd.ring_shift else link_of)(mesh, axes, device)

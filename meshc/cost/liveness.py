@@ -18,9 +18,9 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost import peak_memory
 from meshc.cost.peak_memory import Moment, RankBytes, WalkInputs
-from meshc.ir import Record, sharing
+from meshc.ir import Record
 from meshc.ir.keys import is_a
-from meshc.ir.sharing import Words
+from meshc.ir.sharing import sharing_of
 from meshc.pipelining.pipeline_stages import slot
 from meshc.program.accumulate import WHOLES, whole_of
 from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
@@ -81,16 +81,15 @@ class Liveness:
     values: Sequence[Value]
 
 
-def peak_liveness(program: PlainProgram, words: Words = sharing.sharing_of, holds: RankBytes | None = None) -> Liveness:
-    """The live bytes over a call, and the values at the peak. `words`: the function that says which memory a value shares; `holds`: the
-    result of `peak_memory.peak_rank`, if it is known already."""
-    holds = peak_memory.peak_rank(program, words) if holds is None else holds
+def peak_liveness(program: PlainProgram, holds: RankBytes | None = None) -> Liveness:
+    """The live bytes over a call, and the values at the peak. `holds`: the result of `peak_memory.peak_rank`, if it is known already."""
+    holds = holds or peak_memory.peak_rank(program)
     coordinates = {} if program.pipeline is None else {program.pipeline.axis: holds.rank}
     course: list[tuple[int, str]] = []
     values: list[Value] = []
     inside: dict[int, list[tuple[int, str]]] = {}
     at, phase = 0, ir.PHASES[0]
-    given = WalkInputs(program, words)
+    given = WalkInputs(program, sharing_of)
     for moment in peak_memory.moments(program, coordinates, given):
         waiting = sum(moment.waiting.values())
         if moment.left is None:

@@ -215,15 +215,13 @@ def scores_computed(queries: int, keys: int, window: int, offset: int, block: in
 
 
 def _share_of_block_scores(window: int, queries: int, keys: int, block: int, *places: int) -> float:
-    """`places`: pairs, of all ranks."""
-    pairs = zip(places[::2], places[1::2], strict=True)
-    return max(_block_scores(window, queries, block, *at) for at in pairs) / (queries * keys)
-
-
-def _block_scores(window: int, queries: int, block: int, at: int, real: int) -> float:
-    """Of one block of a ring, `real` of whose positions are keys, by queries of which the first stands at the block's key `at`."""
-    rows = rows_that_see(queries, real, window, at)
-    return scores_computed(rows.stop - rows.start, real, window, at + rows.start, block)
+    """Of a block of a ring, as queries see it that stand at its key `at`, if `real` of its positions are keys. `places`: the pairs (at,
+    real) of all ranks."""
+    most = 0.0
+    for at, real in zip(places[::2], places[1::2], strict=True):
+        rows = rows_that_see(queries, real, window, at)
+        most = max(most, scores_computed(rows.stop - rows.start, real, window, at + rows.start, block))
+    return most / (queries * keys)
 
 
 def _places(given: Mapping[str, Any]) -> set[tuple[int, int]]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding, local_shape, part_shape, tile_count, tile_start, zigzag_halves
 
 Coordinates = Mapping[str, int]
@@ -32,10 +32,6 @@ Range = tuple[int, int]
 def whole_sharding(shape: Iterable[int]) -> Sharding:
     """The sharding of a tensor that every rank holds whole."""
     return Sharding(tuple((Part("", size),) for size in shape))
-
-
-def axis_sizes(mesh: Mesh) -> dict[str, int]:
-    return dict(zip(mesh.names, mesh.shape, strict=True))
 
 
 def splitting_axes(sharding: Sharding, mesh: Mesh) -> tuple[str, ...]:

@@ -54,6 +54,11 @@ def role(axis_name: str) -> str | None:
     return ROLES.get(axis_name)
 
 
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """Axis -> number of ranks along it, major to minor."""
+    return dict(zip(mesh.names, mesh.shape, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a mesh: its name and the number of ranks along it."""

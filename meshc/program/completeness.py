@@ -12,7 +12,7 @@ from meshc.ir.keys import key_of
 from meshc.pipelining.check import check
 from meshc.pipelining.pipeline_stages import Pipeline, slot, stage_name
 from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
+from meshc.program.program import RUNS, Instruction, PlainProgram
 from meshc.program.rank_instructions import steps_of
 
 
@@ -87,28 +87,25 @@ class _Rank:
                     yield f"rank {self.rank}: {step.op} takes {step.value} into {step.into}, which is not there"
                 self.there.discard(step.value)  # a part is taken once
             self.there |= {slot(key, step.microbatch) for key in self._makes(step)}
-            if step.op == "recv":
-                yield from (f"rank {self.rank}: nothing makes {key}, which {step.stage} would send" for key in self._unmade(step))
+            if step.op == "recv" and step.stage:
+                unmade = [key for key in step.keys if key not in self.made]
+                yield from (f"rank {self.rank}: nothing makes {key}, which {step.stage} would send" for key in unmade)
         for port in self.program.outputs:
             if self.program.owns(port.key, self.coordinates) and port.key not in self.there:
                 yield f"rank {self.rank}: no stage of it gives {port.key}"
 
-    def _stage(self, step: Instruction) -> Stage:
-        return self.program.stages[step.stage]
-
     def _where(self, step: Instruction, key: str) -> str:
         """The line of the stage's text that reads `key`; empty if the stage was not parsed from text."""
-        stage = self._stage(step) if step.op in RUNS else None
+        stage = self.program.stages[step.stage] if step.op in RUNS else None
         if stage is None or stage.origin is None:
             return ""
         name = next(node.name for node, own in stage.keys().items() if own == key)
         return f": {stage.origin.file}, line {stage.origin.at.get(name, 0)} reads it"
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).outputs if step.op in RUNS else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys
-
-    def _unmade(self, step: Instruction) -> list[str]:
-        return [key for key in step.keys if step.stage and key not in self.made]
+        if step.op in RUNS:
+            return self.program.stages[step.stage].outputs
+        return (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys
 
 
 def _step_text(step: Instruction) -> str:

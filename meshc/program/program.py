@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.keys import PortKind, key_of
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.ir.storage_moves import Storage
@@ -209,4 +209,4 @@ class PlainProgram:
 
 def sizes(program: PlainProgram) -> Mapping[str, int]:
     """Sizes of all axes a sharding of this program may name, the microbatch axis `mb` included."""
-    return program.axis_sizes or {axis.name: axis.size for axis in program.mesh.axes}
+    return program.axis_sizes or axis_sizes(program.mesh)

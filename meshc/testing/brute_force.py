@@ -19,8 +19,7 @@ from meshc.cost.devices import devices_of
 from meshc.ir import Record, record, set_record, value_of
 from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
-from meshc.ir.layouts import axis_sizes
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition.partition import Partitioner
 from meshc.passes.partition.turn_choice import TurnPricing

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, Part, Sharding
 
@@ -67,7 +67,7 @@ def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinate
 
 def tiles(whole: Tensor, sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Tensor]:
     """Every rank's tile. A value that is partial is cut into random terms (or lowered copies), one a coordinate."""
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    sizes = axis_sizes(mesh)
     terms: dict[tuple[int, ...], Tensor] = {(): whole}
     generator = torch.Generator().manual_seed(seed)
     for axis, reduction in sharding.partial:
@@ -96,7 +96,7 @@ def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator
 
 def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree: bool = True) -> Tensor:
     """The value that the ranks hold together. Raises AssertionError if two ranks that hold the same part of it disagree (with `agree`)."""
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    sizes = axis_sizes(mesh)
     waiting = dict(sharding.partial)
     parts = [part for _, _, part in sharding.parts()]
     terms: dict[tuple[tuple[str, int], ...], Tensor] = {}

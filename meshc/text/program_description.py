@@ -133,15 +133,12 @@ def read_description(
         tuple(_constraint(text, hints) for text in told.get("constraints", [])),
         backend=str(told["backend"]),
     )
-    return _with_pipeline(program, told, where) if "pipeline" in told else program
-
-
-def _with_pipeline(program: PlainProgram, told: ProgramDescription, where: str) -> PlainProgram:
-    try:
-        program.pipeline = pipeline_text.pipeline_from_json(told["pipeline"])
-        refuse_incomplete(program)
-    except ScheduleError as error:
-        raise ArtifactError(f"{where}, pipeline: {error}") from None
+    if "pipeline" in told:
+        try:
+            program.pipeline = pipeline_text.pipeline_from_json(told["pipeline"])
+            refuse_incomplete(program)
+        except ScheduleError as error:
+            raise ArtifactError(f"{where}, pipeline: {error}") from None
     return program
 
 

@@ -22,7 +22,7 @@ from meshc.cost.devices import Device, devices_of
 from meshc.cost.links import payload
 from meshc.cost.stage_clock import node_seconds
 from meshc.ir import spmd
-from meshc.ir.mesh import Mesh, role
+from meshc.ir.mesh import Mesh, axis_sizes, role
 from meshc.passes.lower.distribute_chains import ChainGroup, DividedChains
 from meshc.passes.lower.whole_chains import Chain, chains
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -74,7 +74,7 @@ def _axes(mesh: Mesh) -> list[str]:
 class _Division:
     def __init__(self, graph: Graph, mesh: Mesh, device: Device) -> None:
         self.graph, self.mesh, self.device = graph, mesh, device
-        self.sizes = {axis.name: axis.size for axis in mesh.axes}
+        self.sizes = axis_sizes(mesh)
         self.made = Shares()
 
     def share(self, members: Sequence[Chain]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from meshc.ir.mesh import DATA_ROLES, Mesh, role
+from meshc.ir.mesh import DATA_ROLES, Mesh, axis_sizes, role
 from meshc.ir.sizes import at
 from meshc.ir.spmd import MICROBATCH
 from meshc.optimizer.optimizer import OptimizerSpec
@@ -70,7 +70,7 @@ class CompilationPhase:
 
 def begin(request: Request) -> CompilationPhase:
     """The first phase of a request: its plan and sizes."""
-    sizes = {axis.name: axis.size for axis in request.mesh.axes} | ({MICROBATCH: request.count} if request.count > 1 else {})
+    sizes = axis_sizes(request.mesh) | ({MICROBATCH: request.count} if request.count > 1 else {})
     return CompilationPhase(request=request, plan=resolve(request.plan, request.mesh), sizes=sizes)
 
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding, local_shape
 
 
@@ -42,7 +42,7 @@ def moves(
 
 def received_bytes(sharding: Sharding, mesh: Mesh, source: Sequence[int], element_bytes: int) -> int:
     """Bytes received by the rank that receives most when row i of dim 0 becomes row source[i]."""
-    sizes = layouts.axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     dim = sharding.dims[0]
     axes = layouts.splitting_axes(Sharding((dim,)), mesh)
     found = moves(dim, axes, sizes, dict.fromkeys(sizes, 0), source)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.runtime.comm import collectives, reorder
 from meshc.runtime.comm.groups import Groups
@@ -43,7 +43,7 @@ class Transfers:
     def __init__(self, mesh: Mesh, groups: Groups, rank: int | None, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
-        self.sizes = layouts.axis_sizes(mesh)
+        self.sizes = axis_sizes(mesh)
         self.groups = groups
         if rank is not None:
             self.coordinates = mesh.coordinates(rank)

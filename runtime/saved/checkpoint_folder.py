@@ -32,7 +32,7 @@ from meshc.files.tensor_file import Seal, TensorFile, TensorReader
 from meshc.ir import Record, layouts
 from meshc.ir.bounds import integer, parse_json, read_text
 from meshc.ir.keys import is_a, name_of
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
 from meshc.text.parse import parse_one_type
@@ -169,7 +169,7 @@ class SavedState(TensorReader):
         """The ranks that hold a part of a tensor, each with the ranges of its tile. Raises ArtifactError, before memory is allocated, if a
         rank's file has no tile of the shape that the table says."""
         if key not in self._sources:
-            record, owner, sizes = self.tensors[key], self._owners.get(key), layouts.axis_sizes(self._mesh)
+            record, owner, sizes = self.tensors[key], self._owners.get(key), axis_sizes(self._mesh)
             sharding = record.sharding or layouts.whole_sharding(record.shape)
             wanted = local_shape(sharding, sizes)
             ranks = [rank for rank in self._mesh.ranks if _holder(sharding, self._mesh, rank, owner) == rank]

@@ -21,6 +21,7 @@ from meshc.errors import InputError, StateError, lines_of
 from meshc.files.tensor_file import TensorFile, TensorReader
 from meshc.ir import layouts
 from meshc.ir.keys import is_a, name_of
+from meshc.ir.mesh import axis_sizes
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Port
@@ -48,7 +49,7 @@ class LoadedProgram:
         seed: int | None = None,
     ) -> None:
         mesh = program.mesh
-        groups = Groups(layouts.axis_sizes(mesh), rank, mesh.world_size, rank_of=torch.tensor(mesh.ranks))
+        groups = Groups(axis_sizes(mesh), rank, mesh.world_size, rank_of=torch.tensor(mesh.ranks))
         self.general = self.program = program
         self.device = device
         self.sizes = program.axis_sizes

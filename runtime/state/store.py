@@ -31,7 +31,7 @@ from meshc.frontend.gradient_hooks import share_hooks
 from meshc.frontend.module_watch import ModuleState
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Sharding
 from meshc.ir.storage_moves import Storage
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
@@ -57,7 +57,7 @@ class Store:
         if mesh.device_mesh is None:
             raise StateError(f"the mesh {mesh} was made without a process group, so nothing can live on it: compile for a DeviceMesh")
         rank = dist.get_rank()
-        groups = groups or Groups(layouts.axis_sizes(mesh), rank, dist.get_world_size(), mesh.device_mesh)
+        groups = groups or Groups(axis_sizes(mesh), rank, dist.get_world_size(), mesh.device_mesh)
         self.mesh, self.device = mesh, device
         self.seed = self.step = self.moves = 0
         self.filling = False

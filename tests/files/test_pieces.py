@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from meshc.files.pieces import tile_runs
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding
 
 SHARDINGS = {
@@ -41,7 +41,7 @@ def test_a_tile_read_in_pieces_is_the_tile(name: str, tmp_path: Path) -> None:
     sharding, mesh = SHARDINGS[name], Mesh("dp=3,tp=2")
     full = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).reshape(sharding.shape)
     save_file({"w": full}, tmp_path / "w.safetensors")
-    sizes = layouts.axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
         with Counting(tmp_path / "w.safetensors") as file:

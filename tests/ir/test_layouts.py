@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.testing import rank_tiles as expected
 
@@ -112,7 +112,7 @@ def shardings(draw: st.DrawFn) -> tuple[Sharding, Mesh]:
 @given(shardings())
 def test_round_trips(case: tuple[Sharding, Mesh]) -> None:
     sharding, mesh = case
-    sizes = layouts.axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     full = counted(*sharding.shape)
     ranks = [mesh.coordinates(rank) for rank in mesh.ranks]
     tiles = [(at, layouts.take_tile(full, sharding, sizes, at)) for at in ranks]
@@ -159,5 +159,5 @@ def test_tiles_in_zigzag_order_are_halves_of_two() -> None:
         mesh = Mesh("a=3,b=2")
         full = counted(2, size * 2)
         tiles = [(mesh.coordinates(rank), tile) for rank, tile in zip(mesh.ranks, expected.tiles(full, sharding, mesh), strict=True)]
-        assert all(torch.equal(layouts.take_tile(full, sharding, layouts.axis_sizes(mesh), at), tile) for at, tile in tiles)
-        assert torch.equal(layouts.put_tiles(tiles, sharding, layouts.axis_sizes(mesh)), full)
+        assert all(torch.equal(layouts.take_tile(full, sharding, axis_sizes(mesh), at), tile) for at, tile in tiles)
+        assert torch.equal(layouts.put_tiles(tiles, sharding, axis_sizes(mesh)), full)

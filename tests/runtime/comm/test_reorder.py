@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding
 from meshc.runtime.comm.reorder import moves, received_bytes
 
@@ -15,7 +15,7 @@ from meshc.runtime.comm.reorder import moves, received_bytes
 @pytest.mark.parametrize("rows", [8, 7, 4])
 def test_tiles_that_exchange_rows_are_tiles_of_the_whole(mesh: str, axes: tuple[str, ...], rows: int) -> None:
     where = Mesh(mesh)
-    sizes = layouts.axis_sizes(where)
+    sizes = axis_sizes(where)
     sharding = Sharding(((Part("experts", rows, axes),), (Part("hidden", 3),)))
     split = layouts.splitting_axes(sharding, where)
     full = torch.randn(rows, 3)

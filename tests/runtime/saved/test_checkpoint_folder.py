@@ -21,7 +21,7 @@ from meshc.errors import ArtifactError, FileError, StateError
 from meshc.files import tensor_file
 from meshc.files.seal import seal_text
 from meshc.ir import layouts
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Part, Sharding
 from meshc.program.program import Port
 from meshc.runtime.saved.checkpoint_folder import TABLE, SavedState, check_target, load_model, save_state
@@ -62,7 +62,7 @@ def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None
     def rank_saves(rank: int) -> None:
         tiles = []
         for name, sharding in WEIGHTS.items():
-            sizes, at = layouts.axis_sizes(mesh), mesh.coordinates(rank)
+            sizes, at = axis_sizes(mesh), mesh.coordinates(rank)
             tile = layouts.take_tile(full(name), sharding, sizes, at)
             real = layouts.take_tile(torch.ones(sharding.shape), sharding, sizes, at)
             here = at.get("pp") == owners[name] if owners else True
