@@ -46,10 +46,11 @@ def _faults_of_member(sent: Node, member: Node, cut: Node, last: Node, sizes: Ma
         return
     gathers = sent.target is spmd.all_gather
     split, less = (given, whole) if gathers else (whole, given)
-    place, parts = _split_part(split, less, tuple(cast(Sequence[str], sent.args[1]))), _parts(split)
+    axes = tuple(cast(Sequence[str], sent.args[1]))
+    place, parts = _split_part(split, less, axes), _parts(split)
     if place is None or len(parts) >= MOST_DIMS or any(is_padded(part, sizes) for part in parts):
         return
-    count = prod(sizes[axis] for axis in cast(Sequence[str], sent.args[1]))
+    count = prod(sizes[axis] for axis in axes)
     tiles = [local_size(part, sizes) for part in parts]
     if gathers:
         line, made = last, _follow(_blank([count, *tiles]), [count, prod(tiles)], _path_up(last, cut)[1:])

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check.inferred_sharding import InferredSharding, dim_text
-from meshc.check.spmd_shardings import Place
+from meshc.check.spmd_shardings import Place, Places
 from meshc.check.types import Wrong
 from meshc.ir.schemas import named_arguments
 from meshc.ir.window import tile_length
@@ -43,7 +43,7 @@ Back = Mapping[tuple[str, ...], int]
 
 
 def ring_offsets(
-    node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
+    node: Node, given: Mapping[Node, InferredSharding], places: Places, sizes: Mapping[str, int], count: int
 ) -> list[Back]:
     """For each of `count` results, axes of a ring -> places before this rank of its owner. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
@@ -68,7 +68,7 @@ def _is_same_for_keys(node: Node) -> bool:
     return isinstance(bias, Node) and ir.record(bias).shape[3] == 1
 
 
-def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None]) -> None:
+def _check_start(named: Mapping[str, Any], given: Mapping[Node, InferredSharding], places: Places) -> None:
     """Raises Wrong if queries are split and a causal mask does not start at the start of their tile."""
     q = named["q"]
     parts, start = given[q].dims[2], places.get(named.get("start"))
@@ -103,7 +103,7 @@ def _known_offset(spread: InferredSharding, axes: tuple[str, ...]) -> int | None
 
 
 def _block_offsets(
-    node: Node, given: Mapping[Node, InferredSharding], places: Mapping[object, Place | None], sizes: Mapping[str, int]
+    node: Node, given: Mapping[Node, InferredSharding], places: Places, sizes: Mapping[str, int]
 ) -> Back:
     """The offset of the owner of the block of keys. Raises Wrong for operands or positions of another rank."""
     named = named_arguments(node)
@@ -128,7 +128,7 @@ def _block_offsets(
     return {axes: back}
 
 
-def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None], axes: Sequence[str]) -> Iterator[tuple[str, Place]]:
+def _last_offset(named: Mapping[str, Any], places: Places, axes: Sequence[str]) -> Iterator[tuple[str, Place]]:
     """For an attention that draws random numbers: the last of the draw's offsets that depend on `axes`, which is the offset of the keys."""
     found = [places.get(one) for one in named.get("offsets") or ()]
     own = [place for place in found if place is not None and place.axes == axes]

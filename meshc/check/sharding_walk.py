@@ -24,7 +24,7 @@ from meshc.check.padding import check_claims, check_sums
 from meshc.check.rings import BACKWARD, FORWARD
 from meshc.check.rule_queries import RuleQueries
 from meshc.check.rule_shardings import RuledCall, RulesProtocol, shardings_by_rule
-from meshc.check.spmd_shardings import Place, infer_sharding, place_of, positions
+from meshc.check.spmd_shardings import Place, Places, infer_sharding, place_of, positions
 from meshc.check.types import Wrong
 from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
 from meshc.check.windows import check_windows
@@ -339,7 +339,7 @@ TILE = ("global_shape", "local_shape", "offsets")
 """Arguments that give a tile of a random draw, or of a value cut into blocks (coded states)."""
 
 
-def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapping[str, int]) -> None:
+def check_offsets(node: Node, places: Places, sizes: Mapping[str, int]) -> None:
     """Raises Wrong for offsets of another tile than a rank has of the drawn value.
 
     u: "f32[2, 8]" = meshc.uniform(seed, 3, [4, 8], [2, 8], [tile_start, 0], f32)      rows from tile_start on, of 4 over dp

@@ -28,15 +28,17 @@ def infer_result(target: Target, args: Sequence[object], kwargs: Mapping[str, ob
     assert callable(target), target
     if kwargs:
         raise Wrong(f"{target.__name__} takes no keywords")
-    if target in spmd.INTEGERS.values():
-        _INTEGERS[target](sizes, *_check_count(target, args, _OF_INTEGERS[target]))
-        return INTEGER
     if spmd.is_host_copy(target):
         return _copy_result(target, args)
-    x, *rest = _check_count(target, args, _ARGUMENTS[target])
+    check = _CHECKS[target]
+    _check_count(target, args, check.__code__.co_argcount - 1)
+    if target in spmd.INTEGERS.values():
+        check(sizes, *args)
+        return INTEGER
+    x, *rest = args
     if not isinstance(x, Tensor):
         raise Wrong(f"{target.__name__} takes a tensor, not {x!r}")
-    _CHECKS[target](x, sizes, *rest)
+    check(x, sizes, *rest)
     if target in (spmd.mask, spmd.keep_first):
         return x.new_empty(x.shape)
     shape = spmd.collective_shape(target, x.shape, rest, sizes)
@@ -46,7 +48,8 @@ def infer_result(target: Target, args: Sequence[object], kwargs: Mapping[str, ob
 
 def _copy_result(target: Function, args: Sequence[object]) -> Tensor:
     """The result of a copy between host and device; `host_values.py` checks where its operands are stored."""
-    x, *place = _check_count(target, args, 2 if len(args) == 2 else 1)
+    _check_count(target, args, 2 if len(args) == 2 else 1)
+    x, *place = args
     if not isinstance(x, Tensor) or not all(isinstance(one, Tensor) for one in place):
         raise Wrong(f"{target.__name__} takes a tensor, not {[x, *place]!r:.80}")
     for one in place:
@@ -55,10 +58,9 @@ def _copy_result(target: Function, args: Sequence[object]) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _check_count(target: Function, args: Sequence[object], count: int) -> Sequence[object]:
+def _check_count(target: Function, args: Sequence[object], count: int) -> None:
     if len(args) != count:
         raise Wrong(f"{target.__name__} takes {count} arguments, not {len(args)}")
-    return args
 
 
 def _integer(value: object, what: str, low: int = -MOST_EXTENT, high: int = MOST_EXTENT) -> int:
@@ -233,9 +235,9 @@ _CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.shard: _shard,
     spmd.mask: _mask,
     spmd.keep_first: _keep_first,
+    spmd.coordinate: _coordinate,
+    spmd.tile_start: _tile,
+    spmd.tile_count: _tile,
+    spmd.ring_place: _ring_place,
 }
-_ARGUMENTS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _CHECKS.items()}
-_INTEGERS: Final[Mapping[object, Callable[..., None]]] = {
-    spmd.coordinate: _coordinate, spmd.tile_start: _tile, spmd.tile_count: _tile, spmd.ring_place: _ring_place,
-}  # fmt: skip
-_OF_INTEGERS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _INTEGERS.items()}
+"""Function -> the check of its arguments: the operand, the sizes of axes, the others; of an integer, which has no operand, without it."""

@@ -166,8 +166,7 @@ def _read_axis(line: Line) -> AxisEntry:
         return AxisEntry(axis, auto=True)
     if line.accept(r"-(?![\w.])") is None:
         seen: set[FactorTerm] = set()
-        ranks.append(_read_rank(line, axis, seen))
-        while line.accept(">"):
+        while not ranks or line.accept(">"):
             ranks.append(_read_rank(line, axis, seen))
     store: tuple[str, ...] = ()
     if line.accept(";"):
@@ -246,8 +245,8 @@ def _read_pin(line: Line) -> Pin:
 
 
 def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
-    dims = [_read_dim(line, again)]
-    while line.accept(","):
+    dims: list[PinDim] = []
+    while not dims or line.accept(","):
         dims.append(_read_dim(line, again))
     return tuple(dims)
 

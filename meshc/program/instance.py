@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Final, cast
 
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
@@ -20,13 +21,15 @@ from meshc.ir.bounds import brief_repr
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
+from meshc.ir.sizes import Number, parse
 from meshc.ir.sizes import at as number_at
-from meshc.ir.sizes import parse
 from meshc.program.program import PlainProgram, Port, Stage
 
 KEPT = 16
 """Instances of a program that are cached; beyond that the least recently used is dropped."""
-_SIGNS = ("==", "!=", ">=", "<=", ">", "<")
+_SIGNS: Final[Mapping[str, Callable[[Number, Number], bool]]] = {
+    "==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
 
 
 def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
@@ -108,7 +111,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 def holds(text: str, values: Mapping[str, int]) -> bool:
     left, sign, right = relation(text)
     a, b = (number_at(parse(side, values), values) for side in (left, right))
-    return {"==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b}[sign]
+    return _SIGNS[sign](a, b)
 
 
 def relation(text: str) -> tuple[str, str, str]:
@@ -149,8 +152,11 @@ def substitute_in_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
 
 
 def _record(record: Record, values: Mapping[str, int]) -> Record:
-    sharding = None if record.sharding is None else sharding_at(record.sharding, values)
-    return like(record, shape=tuple(number_at(extent, values) for extent in record.shape), sharding=sharding)
+    return like(record, shape=_shape(record, values), sharding=record.sharding and sharding_at(record.sharding, values))
+
+
+def _shape(one: Record | Port, values: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(number_at(extent, values) for extent in one.shape)
 
 
 def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
@@ -159,10 +165,6 @@ def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
 
 
 def substitute_in_ports(ports: Sequence[Port], values: Mapping[str, int]) -> tuple[Port, ...]:
-    shardings = [None if port.sharding is None else sharding_at(port.sharding, values) for port in ports]
     return tuple(
-        replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
-        for port, sharding in zip(ports, shardings, strict=True)
+        replace(port, shape=_shape(port, values), sharding=port.sharding and sharding_at(port.sharding, values)) for port in ports
     )
-
-

@@ -291,9 +291,7 @@ def print_argument(value: object, names: Mapping[Node, str]) -> str:
     """An argument: a value's name, a literal, a constant, a list, or a tuple."""
     if isinstance(value, Node):
         return names[value]
-    if value is None or isinstance(value, bool):
-        return str(value)
-    if type(value) is int or isinstance(value, Size | Ratio):
+    if value is None or type(value) is int or isinstance(value, bool | Size | Ratio):
         return str(value)
     if type(value) is float:
         return repr(value) if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
