@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from meshc.api.compile_arguments import CompileArguments
-from meshc.cost.candidate_price import price_candidate
 from meshc.cost.devices import Device, assume_device
 from meshc.cost.peak_memory import peak_rank
-from meshc.cost.program_clock import program_seconds
+from meshc.cost.program_clock import price_candidate, program_seconds
 from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh

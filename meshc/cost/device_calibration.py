@@ -62,11 +62,13 @@ def calibrate(hardware: torch.device, measured: Links | None, path: Path) -> Cal
     moves = per_byte_s * memory.figure if microbenchmarks.THIN[hardware.type] else before.product_moves
     samples = measured.samples if measured else {}
     contention, uneven = (measured.contention, measured.uneven) if measured else (before.contention, before.uneven)
-    rows = [(f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()]
-    rows.append(("products move beside that", f"{moves:.1f} times", ""))
-    rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
-    rows.append(("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)))
-    rows.append(("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""))
+    rows = [
+        *((f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()),
+        ("products move beside that", f"{moves:.1f} times", ""),
+        ("attention", f"{100 * attention:.0f} % of that", ""),
+        ("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)),
+        ("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""),
+    ]
     links, overheads = [], []
     for where, kept in zip((INSIDE, BETWEEN), before.links, strict=True):
         if samples.get(where):

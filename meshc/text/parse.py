@@ -254,29 +254,24 @@ class _StageReader:
         return Stage(function.name, self.graph, tuple(inputs), tuple(outputs), origin)
 
     def ranks(self, function: ast.FunctionDef) -> None:
+        """Reads the decorators: the sizes of the axes, and the dynamic sizes."""
         for decorator in function.decorator_list:
-            if self.open_sizes(decorator):
-                continue
-            if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name) or decorator.func.id != "ranks":
-                self.fail(decorator, 'the only decorators are @ranks("dp=2,tp=4") and @sizes("seq 2..512 37")')
-            if len(decorator.args) != 1 or decorator.keywords or self.axis_sizes is not None:
-                self.fail(decorator, 'there is one @ranks, with one text: @ranks("dp=2,tp=4")')
-            text = self.string(decorator.args[0], "the axes")
-            matches = [_AXIS.fullmatch(item) for item in text.split(",")]
-            self.axis_sizes = {match[1]: int(match[2]) for match in matches if match is not None}
-            if len(self.axis_sizes) != len(matches):
-                self.fail(decorator, f"{text!r} lists no axes: AXIS=SIZE,AXIS=SIZE")
-
-    def open_sizes(self, decorator: ast.expr) -> bool:
-        """Reads the sizes of an @sizes decorator; returns whether the decorator is one."""
-        match decorator:
-            case ast.Call(func=ast.Name(id="sizes"), args=[argument], keywords=[]) if not self.hints:
-                try:
-                    self.hints = {size.symbol: size.hint for size in parse_sizes(self.string(argument, "the dynamic sizes"))}
-                except ArtifactError as error:
-                    self.fail(decorator, str(error))
-                return True
-        return False
+            match decorator:
+                case ast.Call(func=ast.Name(id="sizes"), args=[argument], keywords=[]) if not self.hints:
+                    try:
+                        self.hints = {size.symbol: size.hint for size in parse_sizes(self.string(argument, "the dynamic sizes"))}
+                    except ArtifactError as error:
+                        self.fail(decorator, str(error))
+                case ast.Call(func=ast.Name(id="ranks"), args=[argument], keywords=[]) if self.axis_sizes is None:
+                    text = self.string(argument, "the axes")
+                    matches = [_AXIS.fullmatch(item) for item in text.split(",")]
+                    self.axis_sizes = {match[1]: int(match[2]) for match in matches if match is not None}
+                    if len(self.axis_sizes) != len(matches):
+                        self.fail(decorator, f"{text!r} lists no axes: AXIS=SIZE,AXIS=SIZE")
+                case ast.Call(func=ast.Name(id="ranks")):
+                    self.fail(decorator, 'there is one @ranks, with one text: @ranks("dp=2,tp=4")')
+                case _:
+                    self.fail(decorator, 'the only decorators are @ranks("dp=2,tp=4") and @sizes("seq 2..512 37")')
 
     def parameters(self, function: ast.FunctionDef) -> list[str]:
         arguments = function.args
@@ -293,12 +288,12 @@ class _StageReader:
     def region_of(self, block: ast.With) -> None:
         """Reads the lines under `with region(NUMBER):`."""
         match block.items:
-            case [ast.withitem(ast.Call(func=ast.Name(id="region"), args=[ast.Constant(value=int() as number)], keywords=[]), None)]:
+            case [ast.withitem(ast.Call(func=ast.Name(id="region"), args=[ast.Constant(value=int() as number)], keywords=[]), None)] if (
+                not isinstance(number, bool)
+            ):
                 pass
             case _:
                 self.fail(block, REGION)
-        if isinstance(number, bool):
-            self.fail(block, REGION)
         if number in self.regions:
             self.fail(block, f"there is a region {number} above: the lines of a region stand together, under a number of their own")
         self.regions.add(number)
@@ -306,17 +301,14 @@ class _StageReader:
             set_region(self.assignment(statement), number)
 
     def assignment(self, statement: ast.stmt) -> Node:
-        target: ast.expr
         annotation: ast.expr | None = None
-        value: ast.expr | None
-        if isinstance(statement, ast.AnnAssign):
-            target, annotation, value = statement.target, statement.annotation, statement.value
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target, value = statement.targets[0], statement.value
-        else:
-            self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
-        if not isinstance(target, ast.Name) or not isinstance(value, ast.Call):
-            self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=target), annotation=annotation, value=ast.Call() as value):
+                pass
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call() as value):
+                pass
+            case _:
+                self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
         try:
             operator = resolve(name := self.dotted_name(value.func))
         except ArtifactError as error:
@@ -327,7 +319,7 @@ class _StageReader:
             if item.arg is None:
                 self.fail(value, "** may not stand here")
             keywords[item.arg] = self.argument(item.value)
-        return self.define(statement, target.id, annotation, (operator, arguments, keywords))
+        return self.define(statement, target, annotation, (operator, arguments, keywords))
 
     def define(
         self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Function, tuple[Argument, ...], dict[str, Argument]] | None

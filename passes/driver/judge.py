@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from meshc.cost.candidate_price import price_candidate
 from meshc.cost.peak_memory import RankBytes
+from meshc.cost.program_clock import price_candidate
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.measured_program import MARGIN, Lower, MeasuredProgram, measure
