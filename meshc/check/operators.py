@@ -29,13 +29,12 @@ _END: Final = (1 << 63) - 1
 """The `end` of a slice that goes to the end of its dim."""
 
 PIECES: Final[Mapping[OpOverload, Callable[..., int]]] = {
-    aten.unbind.int: lambda x, dim=0: x.shape[dim],
-    aten.unbind_copy.int: lambda x, dim=0: x.shape[dim],
-    aten.split.Tensor: lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1)),
-    aten.unsafe_split.Tensor: lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1)),
-    aten.split_with_sizes.default: lambda x, lengths, dim=0: len(lengths),
-    aten.split_with_sizes_copy.default: lambda x, lengths, dim=0: len(lengths),
-    aten.unsafe_split_with_sizes.default: lambda x, lengths, dim=0: len(lengths),
+    **dict.fromkeys((aten.unbind.int, aten.unbind_copy.int), lambda x, dim=0: x.shape[dim]),
+    **dict.fromkeys((aten.split.Tensor, aten.unsafe_split.Tensor), lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1))),
+    **dict.fromkeys(
+        (aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.unsafe_split_with_sizes.default),
+        lambda x, lengths, dim=0: len(lengths),
+    ),
 }
 """Number of results of the operators that return a list."""
 

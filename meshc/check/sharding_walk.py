@@ -26,7 +26,7 @@ from meshc.check.rule_queries import RuleQueries
 from meshc.check.rule_shardings import RuledCall, RulesProtocol, shardings_by_rule
 from meshc.check.spmd_shardings import Place, Places, infer_sharding, place_of, positions
 from meshc.check.types import Wrong
-from meshc.check.view_shardings import cat_pieces, check_view, piece_at, slice_dim, view_sharding
+from meshc.check.view_shardings import check_view, piece_at, slice_dim, view_sharding
 from meshc.check.windows import check_windows
 from meshc.ir import Record, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
@@ -200,13 +200,14 @@ class _ShardingWalk:
 
     def _cat_sharding(self, node: Node) -> InferredSharding:
         """The sharding of a bucket, with the sharding of each value in it; `partial` and `runs` are unknown where the values differ."""
-        given = [self._sharding(one) for one in ir.operands(node)]
+        operands = ir.operands(node)
+        given = [self._sharding(one) for one in operands]
         waiting = [one.partial for one in given]
         same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
         split = {one.axis_runs() for one in given}
         dims = (None,) * len(ir.record(node).shape)
         dim = node.args[1] if len(node.args) > 1 else 0
-        pieces = cat_pieces(given, [ir.record(one).shape for one in ir.operands(node)], cast(int, dim))
+        pieces = tuple((ir.record(one).shape[cast(int, dim)], spread) for one, spread in zip(operands, given, strict=True))
         partial, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
         filled = all(one.filled for one in given)
         return InferredSharding(

@@ -26,7 +26,7 @@ from meshc.check.inferred_sharding import UNNAMED, InferredSharding, Parts, dim_
 from meshc.check.orders import check_natural, reorder_dim
 from meshc.check.types import Wrong
 from meshc.check.view_shardings import slice_dim
-from meshc.check.windows import Halo, WindowedDim, check_halo, check_sum
+from meshc.check.windows import Halo, WindowedDim, check_halo, check_place
 from meshc.ir import record, spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, Part, local_size
@@ -313,7 +313,7 @@ class _Move:
         before, after, sums = given.windows.get(dim), self._declared_dim(dim), self.node.target is spmd.halo_sum
         check_halo(halo, after if sums else given.dims[dim], given.dims[dim] if sums else after)
         if sums and isinstance(before, WindowedDim):
-            check_sum(halo, before)
+            check_place(halo, before, "its operand was made")
         windows = {**{at: one for at, one in given.windows.items() if at != dim}, **({} if sums else {dim: halo})}
         return replace(given.with_dim(dim, after), runs=None, padding={}, windows=windows)
 

@@ -90,11 +90,6 @@ def _parts_by_offset(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[s
     return found
 
 
-def cat_pieces(given: Sequence[InferredSharding], shapes: Sequence[Sequence[int]], dim: int) -> tuple[tuple[int, InferredSharding], ...]:
-    """The pieces of a concatenation along `dim`: size and sharding of each operand."""
-    return tuple((shape[dim], one) for one, shape in zip(given, shapes, strict=True))
-
-
 def piece_at(pieces: Sequence[tuple[int, InferredSharding]], start: int, length: int) -> InferredSharding | None:
     """The piece of a bucket at these positions, or None. Raises Wrong if all pieces are vectors with known dims and none is there."""
     at = 0

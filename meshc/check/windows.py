@@ -115,19 +115,15 @@ def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
             raise Wrong(f"it is declared a tile of {size} positions, and has windows of {length} elements and stride {stride}")
 
 
-def check_sum(halo: Halo, goes: WindowedDim) -> None:
-    """Raises Wrong for a sum over other windows than `goes`, by which its operand was computed."""
-    _check_place(halo, goes, "its operand was made")
-
-
 def _check_read(halo: Halo, goes: WindowedDim, over: Parts | None, name: Node, dim: int) -> None:
     _check_size(halo, over, halo.window[0], f"the windows of {name} are those of")
-    _check_place(halo, goes, f"dim {dim} of {name} is read")
+    check_place(halo, goes, f"dim {dim} of {name} is read")
     if halo.fill != goes.fill:
         raise Wrong(f"beyond the ends of dim {dim} {name} holds {halo.fill}, and {goes.operator} reads {goes.fill} there")
 
 
-def _check_place(halo: Halo, goes: WindowedDim, what: str) -> None:
+def check_place(halo: Halo, goes: WindowedDim, what: str) -> None:
+    """Raises Wrong for other windows than `goes`, by which an operator reads what a halo brings, or has made what is summed."""
     over, stride, offset, length = halo.window
     tile, window = tile_length(over, halo.counts), goes.window
     read = window.length(goes.tile)

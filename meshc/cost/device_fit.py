@@ -58,7 +58,7 @@ def products(points: Sequence[Product], overhead_s: float) -> tuple[Fit, float]:
     """(flops per second, seconds per byte that products move while they do not multiply), by
     `seconds = overhead_s + flops / rate + moved * seconds per byte`. Raises StateError if no product took longer than the overhead."""
     rows = [[one.flops / one.seconds, one.moved / one.seconds, 1 - overhead_s / one.seconds] for one in points if one.seconds > overhead_s]
-    per_flop, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64)) if rows else (0.0, 0.0)
+    per_flop, per_byte = _not_negative(rows) if rows else (0.0, 0.0)
     if per_flop <= 0:
         return rate([(one.flops, one.seconds) for one in points], overhead_s), 0.0
     error = max(abs((overhead_s + one.flops * per_flop + one.moved * per_byte) / one.seconds - 1) for one in points)
@@ -83,7 +83,7 @@ def link(samples: Sequence[TimedSample]) -> tuple[Link, float, float]:
             [overhead / one, way.steps / one, way.moved / one, sample.seconds / one]
             for overhead, way, sample, one in zip(overheads, chosen, samples, scale, strict=True)
         ]
-        overhead_s, latency_s, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64))
+        overhead_s, latency_s, per_byte = _not_negative(rows)
         if per_byte <= 0:
             raise StateError("larger messages did not take longer, so nothing is known of the link; measure again on an idle machine")
         found = Link(latency_s, 1 / per_byte)
@@ -97,8 +97,9 @@ def _logarithmic_mean(x: float, y: float) -> float:
     return x if abs(x - y) < 1e-9 * x else (x - y) / math.log(x / y)
 
 
-def _not_negative(rows: torch.Tensor) -> list[float]:
-    """x that minimizes |A x - b|, [A, b] = rows, with negative entries set to zero."""
+def _not_negative(numbers: Sequence[Sequence[float]]) -> list[float]:
+    """x that minimizes |A x - b|, [A, b] = numbers, with negative entries set to zero."""
+    rows = torch.tensor(numbers, dtype=torch.float64)
     kept = list(range(rows.shape[1] - 1))
     while True:
         found = torch.linalg.lstsq(rows[:, kept], rows[:, -1:], driver="gelsd").solution.flatten().tolist()

@@ -131,9 +131,10 @@ COLLECTIVES = {
     for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, ring_shift, *OF_ORDER, halo, halo_sum, *OF_ROWS)
 }
 INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count, "ring_place": ring_place}
-LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 HOST_COPIES: dict[str, Function] = {"to_host": to_host, "from_host": from_host}
-FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL, **HOST_COPIES}
+FUNCTIONS: dict[str, Function] = {
+    **COLLECTIVES, **INTEGERS, **HOST_COPIES, "shard": shard, "mask": mask, "keep_first": keep_first,
+}  # fmt: skip
 
 
 def collective_shape(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:

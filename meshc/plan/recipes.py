@@ -47,7 +47,6 @@ class Recipe:
 
 _BATCH: Final = "batch"
 _ZERO3: Final = "batch; store params, grads, state"
-_MEGATRON: Final = "heads, ffn, vocab > features@products"
 _MEGATRON_SP: Final = "heads, ffn, vocab > seq > features@products"
 
 RECIPES: Final[Mapping[str, Recipe]] = {
@@ -58,7 +57,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         Recipe("zero2", (("dp", "batch; store grads, state"), ("dp_shard", "batch; store grads, state"))),
         Recipe("fsdp", (("dp", _ZERO3), ("dp_shard", _ZERO3))),
         Recipe("hsdp", (("dp_replicate", _BATCH), ("dp_shard", _ZERO3)), needs_all=True),
-        Recipe("megatron", (("tp", _MEGATRON),)),
+        Recipe("megatron", (("tp", "heads, ffn, vocab > features@products"),)),
         Recipe("megatron_sp", (("tp", _MEGATRON_SP), ("sp", _MEGATRON_SP))),
         Recipe("ulysses", (("cp", "heads@attention > seq"),)),
         Recipe("experts", (("ep", "experts > batch"),)),

@@ -13,13 +13,12 @@ aten = torch.ops.aten
 
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    spmd.shard, spmd.mask,
 }  # fmt: skip
 
 
 def is_preparation(node: Node) -> bool:
-    return node.op == "call_function" and (
-        node.target in PREPARATION or node.target in (spmd.shard, spmd.mask) or is_getitem(node) or is_integer(node)
-    )
+    return node.op == "call_function" and (node.target in PREPARATION or is_getitem(node) or is_integer(node))
 
 
 def from_placeholder(gather: Node) -> bool:

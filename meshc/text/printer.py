@@ -405,11 +405,8 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-_PLACE = ("file", "line", "code", "module")
-
-
 def _side_row(record: Record) -> SideRow:
-    source = {name: value for name in _PLACE if (value := getattr(record.source, name)) != getattr(Source, name)}
+    source = {name: value for name in SourceRow.__annotations__ if (value := getattr(record.source, name)) != getattr(Source, name)}
     phase = "" if record.phase == Record.phase else record.phase
     row = {"source": source, "reason": record.reason, "phase": phase, "again": record.again}
     return cast(SideRow, {name: value for name, value in row.items() if value})

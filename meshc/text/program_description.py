@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, Final, TypedDict, cast, get_type_hints
 
 from torch import Tensor
 
@@ -148,9 +148,13 @@ def _rows(told: list[dict[str, object]]) -> list[dict[str, object]]:
     return told
 
 
+_KINDS: Final = {name: kind for name, kind in get_type_hints(Instruction).items() if name != "keys"}
+"""Field of an instruction -> its type."""
+
+
 def _instruction(row: Any) -> Instruction:
     one = Instruction(**{**row, "keys": tuple(row.get("keys", ()))})
-    for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int), ("during", str)):
+    for name, kind in _KINDS.items():
         if type(getattr(one, name)) is not kind:
             raise ArtifactError(f"an instruction's {name} is {bounds.brief_repr(getattr(one, name))}, and must be of type {kind.__name__}")
     if not all(isinstance(key, str) for key in one.keys):
