@@ -205,17 +205,18 @@ class TileIndices:
             return None
         return Index("before", x.of, x.tile)
 
-    def _both_bounds(self, args: Arguments) -> Index | None:
+    def _pair(self, args: Arguments) -> tuple[Index, Index] | None:
+        """What is known of two operands, if both are about one index and one tile."""
         one, other = (self._index(x) for x in args[:2])
-        if one is None or other is None or {one.kind, other.kind} != {"behind", "before"} or (one.of, one.tile) != (other.of, other.tile):
-            return None
-        return replace(one, kind="inside")
+        return (one, other) if one is not None and other is not None and (one.of, one.tile) == (other.of, other.tile) else None
+
+    def _both_bounds(self, args: Arguments) -> Index | None:
+        pair = self._pair(args)
+        return replace(pair[0], kind="inside") if pair and {one.kind for one in pair} == {"behind", "before"} else None
 
     def _masked_place(self, args: Arguments) -> Index | None:
-        one, other = (self._index(x) for x in args[:2])
-        if one is None or other is None or (one.kind, other.kind) != ("shifted", "inside") or (one.of, one.tile) != (other.of, other.tile):
-            return None
-        return replace(one, kind="place", other=0)
+        pair = self._pair(args)
+        return replace(pair[0], kind="place", other=0) if pair and [one.kind for one in pair] == ["shifted", "inside"] else None
 
     def _where_number(self, args: Arguments) -> Index | None:
         """where(mask, x, number)."""

@@ -66,7 +66,7 @@ class Sharding:
 
     def axes(self) -> set[str]:
         """Axes that split this value or that it is partial over."""
-        return {axis for _, _, part in self.parts() for axis in part.axes} | {axis for axis, _ in self.partial}
+        return self.split_axes() | {axis for axis, _ in self.partial}
 
     def split_axes(self) -> set[str]:
         """Axes that split this value."""

@@ -105,7 +105,5 @@ def _step(
             yield Step("start", start.stage, item.microbatch, keys=start.keys, during=stage.name)
         return
     keys, of = pipeline.messages[item.message.link], item.message.of
-    if isinstance(item, Recv):
-        yield Step("recv", stage_name(of), of.microbatch, keys=keys, peer=pipeline.schedule.rank_of(of.stage))
-    else:
-        yield Step("send", stage_name(of), of.microbatch, keys=keys, peer=pipeline.schedule.rank_of(item.message.to))
+    op, other = ("recv", of.stage) if isinstance(item, Recv) else ("send", item.message.to)
+    yield Step(op, stage_name(of), of.microbatch, keys=keys, peer=pipeline.schedule.rank_of(other))
