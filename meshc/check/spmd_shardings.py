@@ -114,7 +114,7 @@ def infer_sharding(
     """The sharding of the result, for checked arguments. Dims that depend on the padding of tiles are taken from `declared`."""
     if spmd.joins_stages(node):
         return InferredSharding((None,) * len(given.dims))
-    return _MOVES[node.target](_Move(node, given, declared, places, sizes))
+    return _MOVES[node.target](_Exchange(node, given, declared, places, sizes))
 
 
 def _reduce_partial(given: InferredSharding, axes: Axes, how: str) -> InferredSharding:
@@ -175,7 +175,7 @@ def _comparable_parts(parts: Parts) -> list[tuple[str, int, tuple[str, ...]]]:
 
 
 @dataclass(frozen=True)
-class _Move:
+class _Exchange:
     """A line that calls a function of `meshc.ir.spmd`, with the sharding of its operand and the declared one of its result, if any."""
 
     node: Node
@@ -395,22 +395,22 @@ class _Move:
         return declared
 
 
-_MOVES: Final[Mapping[object, Callable[[_Move], InferredSharding]]] = {
-    spmd.all_reduce: _Move.all_reduce,
-    spmd.all_gather: _Move.all_gather,
-    spmd.reduce_scatter: _Move.reduce_scatter,
-    spmd.all_to_all: _Move.all_to_all,
-    spmd.broadcast: _Move.broadcast,
-    spmd.ring_shift: _Move.ring_shift,
-    spmd.to_zigzag: lambda move: move.reorder("", ZIGZAG),
-    spmd.from_zigzag: lambda move: move.reorder(ZIGZAG, ""),
-    spmd.halo: _Move.halo,
-    spmd.halo_sum: _Move.halo,
-    spmd.gather_rows: _Move.gather_rows,
-    spmd.scatter_rows: _Move.scatter_rows,
-    spmd.shard: _Move.shard,
-    spmd.mask: _Move.mask,
-    spmd.to_host: lambda move: move.given,
-    spmd.from_host: lambda move: move.given,
-    spmd.keep_first: _Move.keep_first,
+_MOVES: Final[Mapping[object, Callable[[_Exchange], InferredSharding]]] = {
+    spmd.all_reduce: _Exchange.all_reduce,
+    spmd.all_gather: _Exchange.all_gather,
+    spmd.reduce_scatter: _Exchange.reduce_scatter,
+    spmd.all_to_all: _Exchange.all_to_all,
+    spmd.broadcast: _Exchange.broadcast,
+    spmd.ring_shift: _Exchange.ring_shift,
+    spmd.to_zigzag: lambda line: line.reorder("", ZIGZAG),
+    spmd.from_zigzag: lambda line: line.reorder(ZIGZAG, ""),
+    spmd.halo: _Exchange.halo,
+    spmd.halo_sum: _Exchange.halo,
+    spmd.gather_rows: _Exchange.gather_rows,
+    spmd.scatter_rows: _Exchange.scatter_rows,
+    spmd.shard: _Exchange.shard,
+    spmd.mask: _Exchange.mask,
+    spmd.to_host: lambda line: line.given,
+    spmd.from_host: lambda line: line.given,
+    spmd.keep_first: _Exchange.keep_first,
 }
