@@ -7,7 +7,8 @@ operator's. These contexts lift that refusal; all other checks of shapes and mas
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,18 +28,22 @@ def masks_as_inputs() -> None:
         trees.learn(kind, kind._flatten, kind._unflatten, kind._flatten_with_keys)
 
 
-def written_out_flex() -> AbstractContextManager[None]:
+@contextmanager
+def written_out_flex() -> Iterator[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
     not work under dispatch modes, such as those that answer random calls."""
-    return traced_flex(flex_compilation=True, flex_operator=_written_out_attention)
+    if MODULE not in sys.modules:
+        yield
+        return
+    with traced_flex(), replace_targets(flex_compilation=True, flex_operator=_written_out_attention):
+        yield
 
 
-def traced_flex(**more: object) -> AbstractContextManager[None]:
-    """A context in which a trace keeps `flex_attention` as one call, with `more` replaced. Does nothing in a process that has not imported
-    it."""
+def traced_flex() -> AbstractContextManager[None]:
+    """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
     if MODULE not in sys.modules:
         return nullcontext()
-    return replace_targets(flex_device_check=_any_device, flex_kernel_options=_no_options, **more)
+    return replace_targets(flex_device_check=_any_device, flex_kernel_options=_no_options)
 
 
 def _any_device(query: object, key: object, value: object) -> None:
