@@ -9,6 +9,7 @@ relate the shardings of their operands and results.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch.fx import Node
@@ -17,7 +18,7 @@ from meshc.ir.schemas import named_arguments
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.ring import Ring, attention_flops, attention_gradient_flops, draws_of, mask_of
-from meshc.rules.rule import ONE, Local, Made, RingLetter, Rule, einsum, shape_of
+from meshc.rules.rule import ONE, Local, Made, RingLetter, Rule, by_text, einsum, shape_of
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag
 
@@ -82,29 +83,18 @@ def _lower(local: Local) -> Made:
     return local.call(*local.operands, **numbers)
 
 
-def _zigzag(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", node, tensors, zigzag=ZIGZAG)
-
-
-def _zigzag_backward(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", node, tensors, zigzag=ZIGZAG)
-
-
-def _merge(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b h q d, b h q, b h q d, b h q -> b h q d | b h q", node, tensors)
-
-
-def _join(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("n! b h q d! -> b h q e! | b h q", node, tensors)
-
+_ZIGZAG: Final = by_text(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", zigzag=ZIGZAG)
+_ZIGZAG_BACKWARD: Final = by_text(
+    f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", zigzag=ZIGZAG
+)
 
 OPERATORS = declarations({
     "meshc.attention": Operator(_attention, flops=attention_flops, arithmetic="attention"),
     "meshc.attention_backward meshc.attention_bias_backward": Operator(
         _attention_backward, flops=attention_gradient_flops, arithmetic="attention"
     ),
-    "meshc.attention_merge": Operator(_merge),
-    "meshc.attention_join": Operator(_join),
-    "meshc.attention_zigzag": Operator(_zigzag, flops=attention_flops, arithmetic="attention"),
-    "meshc.attention_zigzag_backward": Operator(_zigzag_backward, flops=attention_gradient_flops, arithmetic="attention"),
+    "meshc.attention_merge": Operator(by_text("b h q d, b h q, b h q d, b h q -> b h q d | b h q")),
+    "meshc.attention_join": Operator(by_text("n! b h q d! -> b h q e! | b h q")),
+    "meshc.attention_zigzag": Operator(_ZIGZAG, flops=attention_flops, arithmetic="attention"),
+    "meshc.attention_zigzag_backward": Operator(_ZIGZAG_BACKWARD, flops=attention_gradient_flops, arithmetic="attention"),
 })

@@ -15,26 +15,26 @@ from math import prod
 
 import torch
 from torch.fx import Node
-from torch.fx.node import Argument
 
 from meshc.ir import records
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Local, Made, Rule, einsum, integer, integers, result_shapes, shape_of
+from meshc.rules.rule import Local, Made, Rule, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 
 
 class _Shape:
-    """A convolution's letters and windows, from the shapes of x, weight and y and from (stride, padding, dilation, transposed, ...).
+    """A convolution's letters and windows, from its call and the shapes of x, weight and y.
 
     Depthwise convolutions are recognised by shapes, since a rank with one channel has `groups` 1.
     """
 
-    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], settings: Sequence[Argument]) -> None:
-        count = len(x) - 2
-        stride, padding, dilation = (_each(setting, count) for setting in settings[:3])
-        self.transposed, groups = bool(settings[3]), integer(settings[5])
+    def __init__(self, node: Node, x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...]) -> None:
+        count, named = len(x) - 2, named_arguments(node)
+        stride, padding, dilation = (_each(named[name], count) for name in ("stride", "padding", "dilation"))
+        self.transposed, groups = named["transposed"], named["groups"]
         self.x, self.y, self.kernel = ([f"{prefix}{i}" for i in range(count)] for prefix in "xyk")
         self.tile, other = (self.x, self.y) if self.transposed else (self.y, self.x)
         self.windows = {
@@ -56,14 +56,42 @@ class _Shape:
         return " ".join(["b", channels, *space])
 
 
-def _each(setting: object, count: int) -> list[int]:
+def _each(setting: Sequence[int], count: int) -> list[int]:
     """A number for each dim; torch also accepts one for all."""
-    found = integers(setting)
-    return found * count if len(found) == 1 else found
+    return [*setting] * (count if len(setting) == 1 else 1)
+
+
+def window_dims(rule: Rule) -> dict[str, int]:
+    """Letter with a window -> its dim, which is also that of what the window reads."""
+    rows = (*rule.operands, *rule.results)
+    return {letter: dims.index(letter) for letter in rule.windows for dims in rows if letter in dims}
+
+
+def read_windows(local: Local, x: Node, fill: float = 0.0) -> Node:
+    """What the rank's tile reads of x along all dims with windows, with `fill` beyond the ends."""
+    for letter, dim in window_dims(local.rule).items():
+        x = local.window(x, dim, letter, fill)
+    return x
+
+
+def sum_windows(local: Local, x: Node) -> Node:
+    """The transpose of `read_windows`: the rank's tile of the sum of all ranks' windows."""
+    for letter, dim in window_dims(local.rule).items():
+        x = local.sum_of_windows(x, dim, letter)
+    return x
+
+
+def zeros_for_window(local: Local, grad: Node, x: Node) -> Node:
+    """For an operator that uses only the shape of x: a tensor with the shape of what the rank's tile reads of it."""
+    split = {letter: dim for letter, dim in window_dims(local.rule).items() if local.axes(letter)}
+    shape = list(local.shape(x))
+    for letter, dim in split.items():
+        shape[dim] = local.rule.windows[letter][1].length(local.local_size(letter))
+    return local.emit(aten.new_zeros.default, grad, shape) if split else x
 
 
 def _convolution(node: Node, tensors: list[Node]) -> Rule:
-    shape = _Shape(shape_of(tensors[0]), shape_of(tensors[1]), result_shapes(node)[0], list(node.args[3:]))
+    shape = _Shape(node, *map(shape_of, (*tensors[:2], node)))
     bias = [shape.o] * (len(tensors) - 2)
     operands = ", ".join([shape.dims(shape.i, shape.x), shape.weight, *bias])
     # a transposed convolution's padding would be summed into its neighbours' results
@@ -73,42 +101,34 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
     return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean, linear=both, roles=shape.roles)
 
 
-def _settings(local: Local, settings: Sequence[Argument], letters: list[str]) -> list[Argument]:
-    """Stride, padding, ... of a rank's convolution: no padding along split dims, whose halo includes it; groups are the rank's own."""
-    count = len(letters)
-    split = [bool(local.axes(letter)) for letter in letters]
-    stride, padding, dilation, transposed, output_padding, groups = settings
-    padding, output_padding = ([0 if s else p for p, s in zip(_each(row, count), split, strict=True)] for row in (padding, output_padding))
-    return [stride, padding, dilation, transposed, output_padding, local.local_size("c") if local.axes("c") else groups]
+def _settings(local: Local) -> dict[str, object]:
+    """The settings of a rank's convolution: no padding along split dims, whose halo includes it; groups are the rank's own."""
+    named, split = named_arguments(local.node), [bool(local.axes(letter)) for letter in local.rule.windows]
+    return {
+        **{
+            name: [0 if there else size for size, there in zip(_each(named[name], len(split)), split, strict=True)]
+            for name in ("padding", "output_padding")
+        },
+        "groups": local.local_size("c") if local.axes("c") else named["groups"],
+    }
 
 
 def _lower_convolution(local: Local) -> Node:
-    x, weight, *rest = local.operands
-    bias = rest[0] if rest else None
-    settings = list(local.node.args[3:])
-    transposed = bool(settings[3])
-    letters = list(local.rule.windows)
-    partial = local.axes("i")
-    if partial and bias is not None:
-        bias = local.keep_first(bias, partial)
-    settings = _settings(local, settings, letters)
-    if not transposed:
-        for i, letter in enumerate(letters):
-            x = local.window(x, i + 2, letter)
-        return local.emit(aten.convolution.default, x, weight, bias, *settings)
-    late = bias if any(local.axes(letter) for letter in letters) else None
-    y = local.emit(aten.convolution.default, x, weight, None if late is not None else bias, *settings)
-    for i, letter in enumerate(letters):
-        y = local.sum_of_windows(y, i + 2, letter)
-    if late is None:
-        return y
+    x, weight, *bias = local.operands
+    letters, settings = list(local.rule.windows), _settings(local)
+    bias = [local.keep_first(one, local.axes("i")) for one in bias]
+    if not named_arguments(local.node)["transposed"]:
+        return local.call(read_windows(local, x), weight, *bias, **settings)
+    if not bias or not any(local.axes(letter) for letter in letters):
+        return sum_windows(local, local.call(x, weight, *bias, **settings))
+    y = sum_windows(local, local.call(x, weight, *bias, **settings, bias=None))
     # a bias inside windows that overlap would be added twice
-    return local.emit(aten.add.Tensor, y, local.emit(aten.reshape.default, late, [1, -1, *[1] * len(letters)]))
+    return local.emit(aten.add.Tensor, y, local.emit(aten.reshape.default, bias[0], [1, -1, *[1] * len(letters)]))
 
 
 def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
     """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient is summed over batch and space."""
-    shape = _Shape(shape_of(tensors[1]), shape_of(tensors[2]), shape_of(tensors[0]), list(node.args[4:]))
+    shape = _Shape(node, *map(shape_of, (*tensors[1:], tensors[0])))
     x, y = shape.dims(shape.i, shape.x), shape.dims(shape.o, shape.y)
     sums = " ".join(f"+{letter}" for letter in ["b", *shape.tile])
     over = " ".join(f"+{letter}" for letter in ["b", *shape.y])
@@ -123,28 +143,20 @@ def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
 
 def _lower_convolution_backward(local: Local) -> Made:
     grad, x, weight = local.operands
-    sizes, *settings = local.node.args[3:10]
-    mask = [bool(wanted) for wanted in local.node.args[10]]  # type: ignore[union-attr]
-    letters = list(local.rule.windows)
+    named, letters = named_arguments(local.node), list(local.rule.windows)
+    mask, transposed = named["output_mask"], named["transposed"]
     split = any(local.axes(letter) for letter in letters)
-    transposed = bool(settings[3])
     apart = split and transposed and mask[2]  # a bias's gradient over windows that overlap would count some twice
     bias = local.emit(aten.sum.dim_IntList, grad, [0, *range(2, 2 + len(letters))]) if apart else None
-    for i, letter in enumerate(letters):
-        if transposed:
-            grad = local.window(grad, i + 2, letter)
-        else:
-            x = local.window(x, i + 2, letter)
-    if sizes is not None:
-        sizes = [local.shape(grad)[1]]
+    grad, x = (read_windows(local, grad), x) if transposed else (grad, read_windows(local, x))
+    sizes = None if named["bias_sizes"] is None else [local.shape(grad)[1]]
     wanted = [*mask[:2], mask[2] and not apart]
-    made = local.emit(aten.convolution_backward.default, grad, x, weight, sizes, *_settings(local, settings, letters), wanted)
+    made = local.call(grad, x, weight, bias_sizes=sizes, **_settings(local), output_mask=wanted)
     if not split:
         return made
     found: list[Node | None] = [local.item(made, index) if flag else None for index, flag in enumerate(wanted)]
     if found[0] is not None and not transposed:
-        for i, letter in enumerate(letters):
-            found[0] = local.sum_of_windows(found[0], i + 2, letter)
+        found[0] = sum_windows(local, found[0])
     return [found[0], found[1], bias if apart else found[2]]
 
 
@@ -152,15 +164,15 @@ def _forward_flops(node: Node, shapes: Shapes) -> float:
     """Each output element is a product over the kernel and the input channels of its group."""
     image, weight = shapes[0], shapes[1]
     made = records(node)[0].shape
-    positions = prod(image[2:]) if node.args[6] else prod(made[2:])  # a transposed one spreads each input element
+    positions = prod(image[2:]) if named_arguments(node)["transposed"] else prod(made[2:])  # a transposed one spreads each input element
     return 2.0 * image[0] * positions * prod(weight)
 
 
 def _backward_flops(node: Node, shapes: Shapes) -> float:
     grad, image, weight = shapes[0], shapes[1], shapes[2]
-    wanted = node.args[-1]
-    positions = prod(image[2:]) if node.args[7] else prod(grad[2:])
-    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
+    named = named_arguments(node)
+    positions = prod(image[2:]) if named["transposed"] else prod(grad[2:])
+    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, named["output_mask"][:2]))
 
 
 OPERATORS = declarations({

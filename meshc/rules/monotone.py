@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from meshc.ir import operands
 from meshc.ir.reductions import REDUCTIONS
+from meshc.ir.schemas import named_arguments
 from meshc.rules.operator import Deferral
 from meshc.rules.rule import dtype_of
 
@@ -118,8 +119,5 @@ def _tensor_positions(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _weight(node: Node, name: str) -> float:
     """A numeric argument of the call, or its default; NaN, for which all comparisons are false, if the argument is no real number."""
-    for argument, given in itertools.zip_longest(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
-        if argument.name == name:
-            found = node.kwargs.get(name, argument.default_value) if given is None else given
-            return float(found) if isinstance(found, int | float) else nan
-    return nan
+    found = named_arguments(node)[name]
+    return float(found) if isinstance(found, int | float) else nan

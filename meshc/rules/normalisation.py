@@ -11,18 +11,17 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, holds, like, same_dtype
-from meshc.rules.rule import ALONE, Local, Rule, einsum, integers, shape_of
+from meshc.rules.rule import ALONE, Local, Rule, einsum, shape_of
 
 aten = torch.ops.aten
 
 
 def _names(node: Node) -> tuple[str, str, str]:
-    shape = shape_of(node.all_input_nodes[0])
-    position = 1 if node.target is aten.native_layer_norm.default else 2
-    normalised = len(integers(node.args[position]))
-    lead = " ".join(f"b{i}" for i in range(len(shape) - normalised))
+    normalised = len(named_arguments(node)["normalized_shape"])
+    lead = " ".join(f"b{i}" for i in range(len(shape_of(node.all_input_nodes[0])) - normalised))
     whole = " ".join(f"c{i}!" for i in range(normalised))
     return lead, whole, " ".join(["_"] * normalised)
 
@@ -47,13 +46,11 @@ def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:
 def _lower_layer_norm_backward(local: Local) -> Node:
     """torch's CPU kernel reads mean and rstd as if they were contiguous; slices of them are not."""
     grad, x, mean, rstd, *weights = local.operands
-    args, rest = list(local.node.args), iter(weights)
     mean, rstd = (
         row if row.target is operator.getitem else local.emit(aten.clone.default, row, memory_format=torch.contiguous_format)
         for row in (mean, rstd)
     )
-    scales = [None if argument is None else next(rest) for argument in args[5:7]]
-    return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *scales, *args[7:])
+    return local.call(grad, x, mean, rstd, *weights)
 
 
 def _has_row_statistics(o: Operands) -> bool:

@@ -10,7 +10,6 @@ no values of x: the gradient of the window is summed back into tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -18,10 +17,10 @@ from torch.fx import Node
 
 from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
-from meshc.private import OpOverload
+from meshc.rules.convolution import read_windows, sum_windows, zeros_for_window
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import Operands, Precondition, elements, gives, holds, leading, like, same_dtype, within
-from meshc.rules.rule import ALONE, Local, Made, Rule, dtype_of, einsum, result_shapes, shape_of
+from meshc.rules.rule import ALONE, Local, Made, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -60,10 +59,6 @@ class _Pool:
         """Padding by dim; 0 for split dims, whose halo includes it."""
         return [0 if local.axes(letter) else padding for letter, padding in zip(self.y, self.padding, strict=True)]
 
-    def place(self, index: int) -> int:
-        """The dim of the spatial letter `index`."""
-        return index + len(self.lead)
-
     def varies(self, index: int) -> bool:
         """Whether windows along a dim count different numbers of elements."""
         kernel, stride, padding = self.kernel[index], self.stride[index], self.padding[index]
@@ -91,10 +86,7 @@ def _max_pool(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_max_pool(local: Local) -> Made:
-    (x,) = local.operands
-    pool = _forward(local.node)
-    for index, letter in enumerate(pool.y):
-        x = local.window(x, pool.place(index), letter, local.rule.neutral)
+    pool, x = _forward(local.node), read_windows(local, local.operands[0], local.rule.neutral)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
     made = local.emit(local.node.target, x, *settings)
     if not any(local.axes(letter) for letter in pool.y):
@@ -113,11 +105,11 @@ def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:
 def _lower_max_pool_backward(local: Local) -> Node:
     grad, x, indices = local.operands
     pool = _backward(local.node)
-    x, split = _window_shaped(local, pool, grad, x)
-    if split:
+    x = zeros_for_window(local, grad, x)
+    if any(local.axes(letter) for letter in pool.y):
         indices = _remap_positions(local, pool, indices, list(pool.inputs), list(local.shape(x)[-pool.count :]), -1)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
-    return _sum_windows(local, pool, local.emit(local.node.target, grad, x, *settings, indices))
+    return sum_windows(local, local.emit(local.node.target, grad, x, *settings, indices))
 
 
 def _remap_positions(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: list[int], sign: int) -> Node:
@@ -148,10 +140,7 @@ def _avg_pool(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_avg_pool(local: Local) -> Node:
-    (x,) = local.operands
-    pool = _forward(local.node)
-    for index, letter in enumerate(pool.y):
-        x = local.window(x, pool.place(index), letter)
+    pool, x = _forward(local.node), read_windows(local, local.operands[0])
     counts = _counts(local, pool)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.ceil_mode, pool.include]
     made = local.emit(local.node.target, x, *settings, pool.divisor if counts is None else 1)
@@ -168,12 +157,12 @@ def _avg_pool_backward(node: Node, tensors: list[Node]) -> Rule:
 def _lower_avg_pool_backward(local: Local) -> Node:
     grad, x = local.operands
     pool = _backward(local.node)
-    x, _ = _window_shaped(local, pool, grad, x)
+    x = zeros_for_window(local, grad, x)
     counts = _counts(local, pool)
     if counts is not None:
         grad = local.emit(aten.div.Tensor, grad, counts)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.ceil_mode, pool.include]
-    return _sum_windows(local, pool, local.emit(local.node.target, grad, x, *settings, pool.divisor if counts is None else 1))
+    return sum_windows(local, local.emit(local.node.target, grad, x, *settings, pool.divisor if counts is None else 1))
 
 
 def _counts(local: Local, pool: _Pool) -> Node | None:
@@ -183,7 +172,7 @@ def _counts(local: Local, pool: _Pool) -> Node | None:
     found: Node | None = None
     for index, letter in enumerate(pool.y):
         low, high = (-pool.padding[index], pool.inputs[index] + pool.padding[index]) if pool.include else (0, pool.inputs[index])
-        start: Node | int = local.positions(letter, torch.int64, torch.device("cpu"))
+        start: Node | int = local.positions(letter)
         start = local.emit(aten.sub.Tensor, local.emit(aten.mul.Tensor, start, pool.stride[index]), pool.padding[index])
         end = local.emit(aten.clamp.default, local.emit(aten.add.Tensor, start, pool.kernel[index]), None, high)
         count = local.emit(aten.sub.Tensor, end, local.emit(aten.clamp.default, start, low))
@@ -191,28 +180,6 @@ def _counts(local: Local, pool: _Pool) -> Node | None:
         count = local.emit(aten.reshape.default, count, [-1, *[1] * (pool.count - 1 - index)])
         found = count if found is None else local.emit(aten.mul.Tensor, found, count)
     return found
-
-
-# --------------------------------------------------------------------------------------------------------------------------- both
-
-
-def _window_shaped(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
-    """(a tensor with the shape of the rank's window of x, whether it differs from x)."""
-    lengths = {
-        pool.place(index): pool.windows()[letter][1].length(local.local_size(letter))
-        for index, letter in enumerate(pool.y)
-        if local.axes(letter)
-    }
-    if not lengths:
-        return x, False
-    shape = [lengths.get(dim, size) for dim, size in enumerate(local.shape(x))]
-    return local.emit(aten.new_zeros.default, grad, shape), True
-
-
-def _sum_windows(local: Local, pool: _Pool, x: Node) -> Node:
-    for index, letter in enumerate(pool.y):
-        x = local.sum_of_windows(x, pool.place(index), letter)
-    return x
 
 
 # --------------------------------------------------------------------------------------------------------------------- fractional
@@ -269,32 +236,29 @@ def _fractions(name: str) -> Precondition:
     return condition
 
 
-def _mean_gradient(forward: OpOverload) -> Operator:
-    fits = gives(forward, "grad_output", *_MEAN_ARGUMENTS), same_dtype("grad_output", "self")
-    return Operator(_avg_pool_backward, linear=ALONE, preconditions=fits)
+def _gradient(rule: RuleFunction, *fits: Precondition) -> Operator:
+    return Operator(rule, linear=ALONE, preconditions=fits, windowed=True)
 
 
-_WINDOWED = declarations({
-    "max_pool2d_with_indices max_pool3d_with_indices": Operator(_max_pool),
-    "max_pool2d_with_indices_backward": Operator(
-        _max_pool_backward,
-        linear=ALONE,
-        preconditions=(*indices_fit(2), gives(aten.max_pool2d_with_indices.default, "grad_output", *_MAX_ARGUMENTS)),
-    ),
-    "max_pool3d_with_indices_backward": Operator(
-        _max_pool_backward,
-        linear=ALONE,
-        preconditions=(*indices_fit(3), gives(aten.max_pool3d_with_indices.default, "grad_output", *_MAX_ARGUMENTS)),
-    ),
-    "avg_pool2d avg_pool3d": Operator(_avg_pool, linear=ALONE),
-    "avg_pool2d_backward": _mean_gradient(aten.avg_pool2d.default),
-    "avg_pool3d_backward": _mean_gradient(aten.avg_pool3d.default),
+def _is_made(forward: str, *arguments: str) -> Precondition:
+    return gives(getattr(aten, forward).default, "grad_output", *arguments)
+
+
+OPERATORS = declarations({
+    "max_pool2d_with_indices max_pool3d_with_indices": Operator(_max_pool, windowed=True),
+    "avg_pool2d avg_pool3d": Operator(_avg_pool, linear=ALONE, windowed=True),
+    **{
+        f"max_pool{count}d_with_indices_backward": _gradient(
+            _max_pool_backward, *indices_fit(count), _is_made(f"max_pool{count}d_with_indices", *_MAX_ARGUMENTS)
+        )
+        for count in (2, 3)
+    },
+    **{
+        f"avg_pool{count}d_backward": _gradient(
+            _avg_pool_backward, _is_made(f"avg_pool{count}d", *_MEAN_ARGUMENTS), same_dtype("grad_output", "self")
+        )
+        for count in (2, 3)
+    },
+    **{f"fractional_max_pool{count}d": Operator(_fractional, preconditions=_samples_fit(count)) for count in (2, 3)},
+    "fractional_max_pool2d_backward": Operator(_fractional_backward, preconditions=indices_fit(2)),
 })
-OPERATORS = {
-    **{target: replace(record, windowed=True) for target, record in _WINDOWED.items()},
-    **declarations({
-        "fractional_max_pool2d": Operator(_fractional, preconditions=_samples_fit(2)),
-        "fractional_max_pool3d": Operator(_fractional, preconditions=_samples_fit(3)),
-        "fractional_max_pool2d_backward": Operator(_fractional_backward, preconditions=indices_fit(2)),
-    }),
-}

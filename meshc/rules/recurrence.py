@@ -9,55 +9,49 @@ Backward does so from the other end, with g in place of h, and also gathers the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Node
 
+from meshc.ir import records
 from meshc.ir.functions import Target
 from meshc.ir.schemas import named_arguments
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, letters_of
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, RuleFunction, letters_of
 from meshc.rules.scan import on_side
 from meshc.rules.turns import call_in_turns, join_turns, turn_rule
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
 
-def _letters(tensor: Node, dim: int) -> tuple[str, str]:
-    letters = letters_of(tensor)
-    return " ".join(letters), letters[dim]
+def _step_rule(count: int, lower: Callable[[Local, str, int, Sequence[str]], Made]) -> RuleFunction:
+    """The rule of a call with `count` operands and without states from outside; `lower` gets the letter of the steps, its dim and axes."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule | None:
+        if len(tensors) != count:
+            return None
+        letters, dim = letters_of(tensors[0]), named_arguments(node)["dim"]
+        letter = letters[dim]
+        return Rule(
+            (letters,) * count,
+            (letters,) * len(records(node)),
+            lower=lambda local: _lower_steps(local, letter, dim),
+            self_masked=True,
+            major={letter},
+            steps=RecurrentLetter(letter, tuple(other for other in letters if other != letter), joins=True),
+        )
+
+    def _lower_steps(local: Local, letter: str, dim: int) -> Made:
+        axes = local.axes(letter)
+        return lower(local, letter, dim, axes) if axes else local.call(*local.operands)
+
+    return rule
 
 
-def _forward(node: Node, tensors: list[Node]) -> Rule | None:
-    if len(tensors) != 2:
-        return None
-    dim = named_arguments(node)["dim"]
-    dims, letter = _letters(tensors[0], dim)
-    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_step_fields(dims, letter))
-
-
-def _backward(node: Node, tensors: list[Node]) -> Rule | None:
-    if len(tensors) != 3:
-        return None
-    dim = named_arguments(node)["dim"]
-    dims, letter = _letters(tensors[0], dim)
-    text = f"{dims}, {dims}, {dims} -> {dims} | {dims}"
-    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_step_fields(dims, letter))
-
-
-def _step_fields(dims: str, letter: str) -> dict[str, Any]:
-    others = tuple(each for each in dims.split() if each != letter)
-    return {"self_masked": True, "major": {letter}, "steps": RecurrentLetter(letter, others, joins=True)}
-
-
-def _lower(local: Local, letter: str, dim: int) -> Node:
+def _lower(local: Local, letter: str, dim: int, axes: Sequence[str]) -> Node:
     a, b = local.operands
-    axes = local.axes(letter)
-    if not axes:
-        return local.call(a, b)
     a, b = local.neutralise(a, letter, 1.0), local.neutralise(b, letter, 0.0)
     if local.turns is not None:
         return _in_turns(local, axes, dim, False, meshc.recurrence_turn.default, (a, b), 1)[0]
@@ -65,22 +59,17 @@ def _lower(local: Local, letter: str, dim: int) -> Node:
     return local.emit(meshc.recurrence.default, a, b, _state_after(local, axes, dim, products, ends, False), dim)
 
 
-def _lower_backward(local: Local, letter: str, dim: int) -> Made:
+def _lower_backward(local: Local, letter: str, dim: int, axes: Sequence[str]) -> Made:
     grad, a, h = local.operands
-    axes = local.axes(letter)
-    if not axes:
-        made = local.call(grad, a, h)
-    else:
-        grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
-        if local.turns is not None:
-            before = _state_before(local, h, letter, axes, dim)
-            return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
-        product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
-        products, ends, starts, lasts = _gather_ends(local, axes, dim, product, end, *_last(local, h, letter, dim))
-        after = _state_after(local, axes, dim, products, ends, True)
-        before = _state_after(local, axes, dim, starts, lasts, False)
-        made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
-    return [local.item(made, 0), local.item(made, 1)]
+    grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
+    if local.turns is not None:
+        before = _state_before(local, h, letter, axes, dim)
+        return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
+    product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
+    products, ends, starts, lasts = _gather_ends(local, axes, dim, product, end, *_last(local, h, letter, dim))
+    after = _state_after(local, axes, dim, products, ends, True)
+    before = _state_after(local, axes, dim, starts, lasts, False)
+    return local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
 
 
 def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Target, operands: Sequence[Node], count: int) -> list[Node]:
@@ -140,7 +129,7 @@ def _state_after(local: Local, axes: Sequence[str], dim: int, products: Node, en
 
 
 OPERATORS = declarations({
-    "meshc.recurrence": Operator(_forward),
-    "meshc.recurrence_backward": Operator(_backward),
+    "meshc.recurrence": Operator(_step_rule(2, _lower)),
+    "meshc.recurrence_backward": Operator(_step_rule(3, _lower_backward)),
     "meshc.recurrence_turn meshc.recurrence_backward_turn": Operator(turn_rule),
 })

@@ -12,16 +12,17 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
 from meshc.ops import upsample as _upsample_operators  # noqa: F401 - registers them
+from meshc.rules.convolution import read_windows, sum_windows, zeros_for_window
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.pooling import cells_fit
-from meshc.rules.rule import ALONE, Local, Rule, einsum, integers, result_shapes, shape_of
+from meshc.rules.rule import ALONE, Local, Rule, einsum, result_shapes, shape_of, with_local_shape
 from meshc.rules.spatial import scale_fault
 
 aten = torch.ops.aten
-ours = torch.ops.meshc
 Lower = Callable[[Local], object]
 
 
@@ -59,51 +60,29 @@ def _window_rule(node: Node, tensors: list[Node], small: tuple[int, ...], large:
     return einsum(text, node, tensors, lower=lower, windows=windows, clean=(0,))
 
 
-def _places(local: Local) -> list[tuple[int, str]]:
-    """(dim, letter) of each dim with windows."""
-    rank = len(local.shape(local.operands[0]))
-    space = rank - len([letter for letter in local.rule.operands[0] if letter in ("b", "c")])
-    return [(rank - space + int(letter[1:]), letter) for letter in local.rule.windows]
-
-
-def _gather_window(local: Local, large: Node) -> Node:
-    """The window of the larger side that belongs to the rank's tile of the smaller side."""
-    for dim, letter in _places(local):
-        large = local.window(large, dim, letter)
-    return large
-
-
-def _sum_windows(local: Local, large: Node) -> Node:
-    """Sums the ranks' windows of the larger side into its tiles."""
-    for dim, letter in _places(local):
-        large = local.sum_of_windows(large, dim, letter)
-    return large
-
-
 def _upsample(node: Node, tensors: list[Node]) -> Rule:
-    return _window_rule(node, tensors, shape_of(tensors[0]), result_shapes(node)[0], "small -> large", _lower_upsample)
+    return _window_rule(node, tensors, shape_of(tensors[0]), shape_of(node), "small -> large", _lower_to_sum)
 
 
-def _lower_upsample(local: Local) -> Node:
-    return _sum_windows(local, local.emit(local.node.target, *local.operands, *local.node.args[1:]))
+def _lower_to_sum(local: Local) -> Node:
+    return sum_windows(local, local.call(*local.operands))
 
 
 def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
-    return _window_rule(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_upsample_backward)
+    return _window_rule(node, tensors, shape_of(node), shape_of(tensors[0]), "large -> small", _lower_from_windows)
 
 
-def _lower_upsample_backward(local: Local) -> Node:
-    return local.emit(local.node.target, _gather_window(local, local.operands[0]), *local.node.args[1:])
+def _lower_from_windows(local: Local) -> Node:
+    return local.call(read_windows(local, local.operands[0]))
 
 
 def _adaptive_mean(node: Node, tensors: list[Node]) -> Rule:
-    return _window_rule(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_adaptive_mean)
+    return _window_rule(node, tensors, shape_of(node), shape_of(tensors[0]), "large -> small", _lower_adaptive_mean)
 
 
 def _lower_adaptive_mean(local: Local) -> Node:
-    x = _gather_window(local, local.operands[0])
-    count = len(integers(local.node.args[1]))
-    return local.emit(local.node.target, x, list(local.out_shape(0))[-count:])
+    count = len(named_arguments(local.node)["output_size"])
+    return local.call(read_windows(local, local.operands[0]), output_size=list(local.out_shape(0))[-count:])
 
 
 def _adaptive_mean_backward(node: Node, tensors: list[Node]) -> Rule:
@@ -113,23 +92,12 @@ def _adaptive_mean_backward(node: Node, tensors: list[Node]) -> Rule:
 
 def _lower_adaptive_mean_backward(local: Local) -> Node:
     grad, x = local.operands
-    shape = list(local.shape(x))
-    for dim, letter in _places(local):
-        if local.axes(letter):
-            shape[dim] = local.rule.windows[letter][1].length(local.local_size(letter))
-    if shape != list(local.shape(x)):
-        x = local.emit(aten.new_zeros.default, grad, shape)
-    return _sum_windows(local, local.emit(local.node.target, grad, x))
+    return sum_windows(local, local.call(grad, zeros_for_window(local, grad, x)))
 
 
 def _torch_upsample_backward(node: Node, tensors: list[Node]) -> Rule:
-    return replace(_whole(node, tensors), lower=_lower_torch_upsample_backward)
-
-
-def _lower_torch_upsample_backward(local: Local) -> Node:
     """(grad, output_size, input_size, ...): input_size includes batch and channels, so it is replaced by the local shape."""
-    args = local.node.args
-    return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
+    return replace(_whole(node, tensors), lower=with_local_shape("input_size"))
 
 
 OPERATORS = declarations({

@@ -14,11 +14,13 @@ ranks (`meshc/ops/expert_copies.py`): each rank contributes the rows of its own 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import records
+from meshc.ir.schemas import named_arguments
 from meshc.ir.window import Window
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers them
 from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
@@ -29,36 +31,31 @@ from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
 from meshc.rules.contraction import WEIGHT, product_flops
 from meshc.rules.index import inside_tile
 from meshc.rules.operator import EITHER, Operator, Shapes, declarations
-from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, integer, shape_of
+from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, shape_of
 from meshc.rules.scan import gather_rows, on_side
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-EXPERTS = {"q": "experts", "g": "experts"}
-
-
-def _choices(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True, major={"q"})
+EXPERTS, IN_LINE = ({"q": "experts", letter: "experts"} for letter in "ge")
 
 
 def _lower_choices(local: Local) -> Node:
     """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
-    _, _, each, most, first = local.node.args
-    start = local.start("q")
+    first, start = named_arguments(local.node)["first"], local.start("q")
     if first != 0 and start != 0:
         raise ValueError(f"{local.node.name}: groups that begin at {first} are not split")
     chosen = local.neutralise(local.operands[0], "t", -1)
-    return local.emit(meshc.group_choices.default, chosen, local.local_size("q"), each, most, start if first == 0 else first)
+    return local.call(chosen, groups=local.local_size("q"), first=start if first == 0 else first)
 
 
-def _expert_window(node: Node) -> dict[str, tuple[str, Window]]:
-    each = integer(node.args[3])
-    return {"q": ("g", Window(stride=each, span=each))}
+def _in_windows(text: str, lower: Callable[[Local], Node], other: str = "g", **fields: Any) -> RuleFunction:
+    """A rule by its text, in which each group `q` goes with a window of as many experts as the argument `each` says."""
 
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        size = named_arguments(node)["each"]
+        return einsum(text, node, tensors, lower=lower, windows={"q": (other, Window(stride=size, span=size))}, **fields)
 
-def _mm(node: Node, tensors: list[Node]) -> Rule:
-    text = "q r k, g k n, q r -> q r n +k"
-    return einsum(text, node, tensors, lower=_lower_mm, windows=_expert_window(node), roles={**WEIGHT, **EXPERTS})
+    return rule
 
 
 def _lower_mm(local: Local) -> Node:
@@ -66,22 +63,11 @@ def _lower_mm(local: Local) -> Node:
     return local.call(rows, local.window(matrices, 0, "q"), choice)
 
 
-def _outer(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("q r k, q r n, q r -> g k n +r", node, tensors, lower=_lower_outer, windows=_expert_window(node))
-
-
 def _lower_outer(local: Local) -> Node:
-    left, right, choice = local.operands
-    each, count, filled = local.node.args[3:]
     if not local.axes("q"):
-        return local.call(left, right, choice)
-    made = local.emit(meshc.group_outer.default, left, right, choice, each, local.local_size("q") * integer(each), filled)
-    return local.sum_of_windows(made, 0, "q")
-
-
-def _copies(node: Node, tensors: list[Node]) -> Rule:
-    text = "e ..., q! n! -> q! n! ... +e"
-    return einsum(text, node, tensors, lower=_lower_copies, self_masked=True, clean=(1,), major={"e"}, linear=ALONE)
+        return local.call(*local.operands)
+    count = local.local_size("q") * named_arguments(local.node)["each"]
+    return local.sum_of_windows(local.call(*local.operands, count=count), 0, "q")
 
 
 def _lower_copies(local: Local) -> Node:
@@ -89,14 +75,9 @@ def _lower_copies(local: Local) -> Node:
     return local.call(x, _local_copies(local, copies))
 
 
-def _sum_copies(node: Node, tensors: list[Node]) -> Rule:
-    text = "q! n! ..., q! n! -> e ..."
-    return einsum(text, node, tensors, lower=_lower_sum_copies, clean=(1,), major={"e"}, linear=ALONE, defers=True)
-
-
 def _lower_sum_copies(local: Local) -> Node:
     grad, copies = local.operands
-    return local.emit(meshc.added_copies.default, grad, _local_copies(local, copies), local.local_size("e"))
+    return local.call(grad, _local_copies(local, copies), count=local.local_size("e"))
 
 
 def _local_copies(local: Local, copies: Node) -> Node:
@@ -107,17 +88,14 @@ def _local_copies(local: Local, copies: Node) -> Node:
     return local.emit(aten.where.ScalarOther, inside, places, -1)
 
 
-def _by_group(node: Node, tensors: list[Node]) -> Rule:
-    return _in_windows("e ... -> q s! ...", node, tensors, _lower_by_group, integer(node.args[2]))
-
-
 def _lower_by_group(local: Local) -> Node:
-    each = integer(local.node.args[2])
-    return local.emit(meshc.by_group.default, local.window(local.operands[0], 0, "q"), local.local_size("q"), each)
+    return local.call(local.window(local.operands[0], 0, "q"), groups=local.local_size("q"))
 
 
 def _in_line(node: Node, tensors: list[Node]) -> Rule:
-    return _in_windows("q s! ... -> e ...", node, tensors, _lower_in_line, shape_of(tensors[0])[1])
+    each = shape_of(tensors[0])[1]
+    windows = {"q": ("e", Window(stride=each, span=each))}
+    return einsum("q s! ... -> e ...", node, tensors, lower=_lower_in_line, windows=windows, roles=IN_LINE)
 
 
 def _lower_in_line(local: Local) -> Node:
@@ -125,28 +103,13 @@ def _lower_in_line(local: Local) -> Node:
     if not local.axes("q"):
         return local.call(x)
     groups, each, *_ = local.shape(x)
-    return local.sum_of_windows(local.emit(meshc.in_line.default, x, groups * each), 0, "q")
-
-
-def _in_windows(text: str, node: Node, tensors: list[Node], lower: Callable[[Local], Node], each: int) -> Rule:
-    windows = {"q": ("e", Window(stride=each, span=each))}
-    return einsum(text, node, tensors, lower=lower, windows=windows, roles={"q": "experts", "e": "experts"})
-
-
-def _bounded_choices(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b s! k! -> q b p! | q b p!", node, tensors, lower=_lower_bounded_choices, self_masked=True)
+    return local.sum_of_windows(local.call(x, count=groups * each), 0, "q")
 
 
 def _lower_bounded_choices(local: Local) -> Node:
     """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
-    _, _, each, places, _, groups, _ = local.node.args
     chosen = local.neutralise(local.operands[0], "b", -1)
-    size, start = local.local_size("q"), local.start("q")
-    return local.emit(meshc.bounded_choices.default, chosen, size, each, places, start, groups, _module_path(local))
-
-
-def _counts(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b s k! -> b e! +s", node, tensors, lower=_lower_counts, self_masked=True)
+    return local.call(chosen, groups=local.local_size("q"), first=local.start("q"), at=_module_path(local))
 
 
 def _lower_counts(local: Local) -> Node:
@@ -161,10 +124,6 @@ def _mask_choices(local: Local, *letters: str) -> Node:
     return x
 
 
-def _first(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b s k!, b e! -> b s k!", node, tensors, lower=_lower_first, self_masked=True, major={"s"})
-
-
 def _lower_first(local: Local) -> Node:
     """Tiles of a row follow each other: `before` of a tile includes the counts of the tiles that precede it."""
     chosen, before, axes = _mask_choices(local, "s"), local.neutralise(local.operands[1], "b", 0, 1), local.axes("s")
@@ -173,15 +132,11 @@ def _lower_first(local: Local) -> Node:
         totals = gather_rows(local, mine, axes)
         totals = local.emit(aten.where.ScalarOther, on_side(local, totals, axes), totals, 0)
         before = local.emit(aten.add.Tensor, before, local.emit(aten.sum.dim_IntList, totals, [0]))
-    return local.emit(meshc.first_choices.default, chosen, before, *local.node.args[2:4], _module_path(local))
-
-
-def _heaviest(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b s! k!, b s! k! -> b s! k!", node, tensors, lower=_lower_heaviest, self_masked=True)
+    return local.call(chosen, before, at=_module_path(local))
 
 
 def _lower_heaviest(local: Local) -> Node:
-    return local.emit(meshc.heaviest_choices.default, _mask_choices(local), local.operands[1], *local.node.args[2:5], _module_path(local))
+    return local.call(_mask_choices(local), local.operands[1], at=_module_path(local))
 
 
 def _module_path(local: Local) -> str:
@@ -191,18 +146,18 @@ def _module_path(local: Local) -> str:
 
 def _summing(text: str) -> RuleFunction:
     """The rule of a sum of rows: a reduction of the rows is deferred past the sum, which is smaller."""
-    return lambda node, tensors: einsum(text, node, tensors, linear=ALONE, defers=True)
+    return by_text(text, linear=ALONE, defers=True)
 
 
 def _group_flops(node: Node, shapes: Shapes) -> float:
-    """Where tokens choose evenly, a share of rows meets a matrix: the last argument of products in groups."""
-    share = node.args[-1]
-    assert isinstance(share, float)
-    return product_flops(node, shapes) * share
+    """Where tokens choose evenly, a share of rows meets a matrix: `filled`."""
+    return product_flops(node, shapes) * named_arguments(node)["filled"]
 
 
 OPERATORS = declarations({
-    "meshc.group_choices": Operator(_choices, any_order=True),
+    "meshc.group_choices": Operator(
+        by_text("t k! -> q t m! | q t m!", lower=_lower_choices, self_masked=True, major={"q"}), any_order=True
+    ),
     "meshc.to_groups": Operator(by_text("t h, q t m! -> q t m! h"), linear=ALONE),
     "meshc.from_groups": Operator(_summing("q t m! h, q t m! -> t h +q"), linear=ALONE),
     "meshc.in_slots": Operator(by_text("q t h, q t m! -> q t m! h"), linear=ALONE),
@@ -213,19 +168,30 @@ OPERATORS = declarations({
     "meshc.in_order": Operator(by_text("e! ..., s, e! -> s ...", clean=(1,))),
     "meshc.choices_to_slots": Operator(by_text("t k, e! -> t k")),
     "meshc.choices_to_places": Operator(by_text("t k, q! n!, t -> t k")),
-    "meshc.copies_of": Operator(_copies),
-    "meshc.added_copies": Operator(_sum_copies),
-    "meshc.by_group": Operator(_by_group),
+    "meshc.copies_of": Operator(
+        by_text("e ..., q! n! -> q! n! ... +e", lower=_lower_copies, self_masked=True, clean=(1,), major={"e"}, linear=ALONE)
+    ),
+    "meshc.added_copies": Operator(
+        by_text("q! n! ..., q! n! -> e ...", lower=_lower_sum_copies, clean=(1,), major={"e"}, linear=ALONE, defers=True)
+    ),
+    "meshc.by_group": Operator(_in_windows("e ... -> q s! ...", _lower_by_group, "e", roles=IN_LINE)),
     "meshc.in_line": Operator(_in_line),
-    "meshc.counts_of_rows": Operator(_counts, any_order=True),
-    "meshc.first_choices": Operator(_first),
-    "meshc.heaviest_choices": Operator(_heaviest),
-    "meshc.bounded_choices": Operator(_bounded_choices),
+    "meshc.counts_of_rows": Operator(by_text("b s k! -> b e! +s", lower=_lower_counts, self_masked=True), any_order=True),
+    "meshc.first_choices": Operator(by_text("b s k!, b e! -> b s k!", lower=_lower_first, self_masked=True, major={"s"})),
+    "meshc.heaviest_choices": Operator(by_text("b s! k!, b s! k! -> b s! k!", lower=_lower_heaviest, self_masked=True)),
+    "meshc.bounded_choices": Operator(by_text("b s! k! -> q b p! | q b p!", lower=_lower_bounded_choices, self_masked=True)),
     "meshc.to_places": Operator(by_text("b s! h, q b p! -> q b p! h"), linear=ALONE),
     "meshc.in_places": Operator(by_text("q b s! h, q b p! -> q b p! h"), linear=ALONE),
     "meshc.from_places": Operator(_summing("q b p! h, q b p! -> b s! h +q"), linear=ALONE),
     "meshc.over_places": Operator(_summing("q b p! h, q b p! -> q b s! h"), linear=ALONE),
-    "meshc.group_mm": Operator(_mm, linear=EITHER, any_order=True, flops=_group_flops),
-    "meshc.group_outer": Operator(_outer, linear=EITHER, any_order=True, flops=_group_flops),
+    "meshc.group_mm": Operator(
+        _in_windows("q r k, g k n, q r -> q r n +k", _lower_mm, roles={**WEIGHT, **EXPERTS}),
+        linear=EITHER,
+        any_order=True,
+        flops=_group_flops,
+    ),
+    "meshc.group_outer": Operator(
+        _in_windows("q r k, q r n, q r -> g k n +r", _lower_outer), linear=EITHER, any_order=True, flops=_group_flops
+    ),
     "meshc.used_mm meshc.used_outer": Operator(flops=_group_flops),
 })

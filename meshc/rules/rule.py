@@ -138,7 +138,6 @@ class Rule:
     sums: tuple[dict[str, str], ...] = ()
     whole: AbstractSet[str] = frozenset()
     relations: tuple[Relation, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict)
     kind: str = "compute"
     linear: Positions = ()
     defers: bool = False
@@ -310,12 +309,6 @@ def integer(argument: object) -> int:
     return argument
 
 
-def integers(argument: object) -> list[int]:
-    """An argument that is a list of numbers."""
-    assert isinstance(argument, list | tuple)
-    return [integer(item) for item in argument]
-
-
 def dim_of(node: Node, dims: Sized) -> int:
     """The argument `dim` of a call as an index into a shape, or into its letters, from 0."""
     return integer(named_arguments(node)["dim"]) % len(dims)
@@ -391,7 +384,7 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
     results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
     for _ in range(2):  # the sizes of all letters come first, so that a dim of size 1 that broadcasts is recognised
         operands = tuple(dims(tokens, shape_of(tensor)) for tokens, tensor in zip(operand_texts, tensors, strict=True))
-    return Rule(operands, results, tuple(sums), whole, sizes=sizes, **changes)
+    return Rule(operands, results, tuple(sums), whole, **changes)
 
 
 def by_text(text: str, **fields: Any) -> RuleFunction:

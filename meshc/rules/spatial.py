@@ -121,26 +121,25 @@ def _grid_gradient(count: int) -> Operator:
 
 OPERATORS = declarations({
     "avg_pool1d adaptive_avg_pool1d max_pool1d": Operator(_space(1)),
-    "adaptive_max_pool2d_backward": Operator(_space(2), preconditions=indices_fit(2)),
     "adaptive_max_pool3d": Operator(_space(3)),
-    "adaptive_max_pool3d_backward": Operator(_space(3), preconditions=indices_fit(3)),
-    "reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d": Operator(
-        _space(1), linear=ALONE, monotone=rises_in_first
-    ),
-    "reflection_pad3d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d": Operator(
-        _space(3), linear=ALONE, monotone=rises_in_first
-    ),
-    "max_unpool2d": Operator(_space(2), linear=ALONE, monotone=rises_in_first, preconditions=(like("indices", "self"),)),
-    "max_unpool3d": Operator(_space(3), linear=ALONE, monotone=rises_in_first, preconditions=(like("indices", "self"),)),
-    **{f"{kind}_pad{count}d_backward": _pad_gradient(kind, count) for kind in ("reflection", "replication") for count in (1, 2, 3)},
     "upsample_linear1d": Operator(_space(1), linear=ALONE),
     "upsample_bicubic2d": Operator(_space(2), linear=ALONE),
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": Operator(_space(2), linear=ALONE, preconditions=(scale_fault,)),
     "upsample_trilinear3d": Operator(_space(3), linear=ALONE),
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": Operator(_space(2), linear=ALONE, preconditions=(scale_fault,)),
     "im2col col2im": Operator(_columns),
     "affine_grid_generator": Operator(_affine_grid, linear=ALONE),
-    "grid_sampler_2d": Operator(_grid(2), linear=ALONE),
-    "grid_sampler_3d": Operator(_grid(3), linear=ALONE),
-    "grid_sampler_2d_backward": _grid_gradient(2),
-    "grid_sampler_3d_backward": _grid_gradient(3),
+    **{f"{kind}_pad{count}d_backward": _pad_gradient(kind, count) for kind in ("reflection", "replication") for count in (1, 2, 3)},
+    **{
+        f"reflection_pad{count}d replication_pad{count}d upsample_nearest{count}d _upsample_nearest_exact{count}d": Operator(
+            _space(count), linear=ALONE, monotone=rises_in_first
+        )
+        for count in (1, 3)
+    },
+    **{f"adaptive_max_pool{count}d_backward": Operator(_space(count), preconditions=indices_fit(count)) for count in (2, 3)},
+    **{
+        f"max_unpool{count}d": Operator(_space(count), linear=ALONE, monotone=rises_in_first, preconditions=(like("indices", "self"),))
+        for count in (2, 3)
+    },
+    **{f"grid_sampler_{count}d": Operator(_grid(count), linear=ALONE) for count in (2, 3)},
+    **{f"grid_sampler_{count}d_backward": _grid_gradient(count) for count in (2, 3)},
 })
