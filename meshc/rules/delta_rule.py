@@ -21,7 +21,7 @@ from meshc.ir.functions import Target
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops.delta_rule_chunks import LENGTH
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, shape_of
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, shape_of, where_split
 from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -42,19 +42,15 @@ def _rule(node: Node, tensors: list[Node], operands: list[str], results: str, lo
     text = ", ".join(operands + [S] * (len(tensors) - len(operands)))
     rows = [f"*{index}" for index in range(len(shape_of(tensors[0])) - 3)]
     return einsum(
-        f"{text} -> {results}", node, tensors, lower=lower, clean=tuple(range(len(tensors))), major={"t"}, roles={"h": "heads"},
-        steps=RecurrentLetter("t", (*rows, "h"), joins=True),
+        f"{text} -> {results}", node, tensors, lower=where_split("t", lower), clean=tuple(range(len(tensors))), major={"t"},
+        roles={"h": "heads"}, steps=RecurrentLetter("t", (*rows, "h"), joins=True),
     )
 
 
 def _lower(local: Local) -> Made:
-    q, k, v, e, g, *edge = local.operands
-    axes = local.axes("t")
-    if not axes:
-        return local.call(*local.operands)
-    before = edge[0] if edge else None
+    axes, operands = local.axes("t"), [*local.arguments().values()]
+    q, k, v, e, g, before = operands
     if local.turns is not None:
-        operands = q, k, v, e, g, before
         out, states = _in_turns(local, axes, False, meshc.delta_rule_turn.default, operands, 2)
         return [out, _broadcast_last_state(local, axes, states, 1, False)]
     products, ends = _gather_ends(local, axes, meshc.delta_rule_end.default, k, v, e, g)
@@ -63,11 +59,8 @@ def _lower(local: Local) -> Made:
 
 
 def _lower_backward(local: Local) -> Made:
-    grad, q, k, v, e, g, *_ = local.operands
     axes = local.axes("t")
-    if not axes:
-        return local.call(*local.operands)
-    before, after = _edges(local)
+    grad, q, k, v, e, g, before, after = local.arguments().values()
     if local.turns is not None:
         (ends,) = _in_turns(local, axes, False, meshc.delta_rule_state_turn.default, (k, v, e, g, before), 1)
         begin = _without_first(local, local.hand_on(ends, axes, 0, False))
@@ -106,13 +99,6 @@ def _broadcast_last_state(local: Local, axes: Sequence[str], states: Node, index
     if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
         return None
     return local.all_reduce(local.keep_end(_without_first(local, states), axes, back), axes, "sum")
-
-
-def _edges(local: Local) -> tuple[Node | None, Node | None]:
-    """Backward's state before the first position, and the gradient after the last; each may be None."""
-    rest = iter(local.operands[6:])
-    before, after = ((*local.node.args, None, None)[index] for index in (6, 7))
-    return (next(rest) if before is not None else None), (next(rest) if after is not None else None)
 
 
 def _gather_ends(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> list[Node]:

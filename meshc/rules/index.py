@@ -15,7 +15,7 @@ from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.rules.monotone import rises_in_first
 from meshc.rules.operator import Bounds, IndexBound, Operator, declarations
 from meshc.rules.preconditions import holds, operand, within
-from meshc.rules.rule import ALONE, Local, Rule, dim_of, dtype_of, einsum, integer, letters_of, shape_of, whole_rule
+from meshc.rules.rule import ALONE, Local, Rule, dim_of, dtype_of, einsum, integer, letters_of, shape_of, where_split, whole_rule
 
 aten = torch.ops.aten
 Mask = Callable[[Local, Node], Node]
@@ -32,13 +32,11 @@ def _read(
 
     def lower(local: Local) -> Node:
         x, index = local.operands
-        if not local.axes("v"):
-            return local.call(x, index)
         safe, inside = inside_tile(local, index, "v")
         read = local.call(x, safe)
         return local.emit(aten.where.ScalarOther, mask(local, inside), read, 0.0 if node.target is aten.embedding.default else 0)
 
-    return einsum(text, node, tensors, lower=lower, self_masked=True, clean=(1,), major={"v"}, **fields)
+    return einsum(text, node, tensors, lower=where_split("v", lower), self_masked=True, clean=(1,), major={"v"}, **fields)
 
 
 def _embedding(node: Node, tensors: list[Node]) -> Rule:
@@ -80,14 +78,13 @@ def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
     letters = letters_of(tensors[1], "i")
     index, reduced = " ".join(letters), " ".join(f"+{letter}" for letter in letters)
     row = f"{index} d, {index} -> v d {reduced}"
-    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major={"v"}, linear=ALONE, defers=True)
+    lower = where_split("v", _lower_embedding_backward)
+    return einsum(row, node, tensors, lower=lower, clean=(1,), major={"v"}, linear=ALONE, defers=True)
 
 
 def _lower_embedding_backward(local: Local) -> Node:
     grad, index = local.operands
     padding = named_arguments(local.node)["padding_idx"]
-    if not local.axes("v"):
-        return local.call(grad, index)
     if padding >= 0:
         keep = local.emit(aten.ne.Scalar, index, padding)
         grad = local.emit(aten.where.ScalarOther, _mask_of_rows(local, keep), grad, 0.0)

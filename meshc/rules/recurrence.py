@@ -19,7 +19,7 @@ from meshc.ir.functions import Target
 from meshc.ir.schemas import named_arguments
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, RuleFunction, letters_of
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, RuleFunction, letters_of, where_split
 from meshc.rules.scan import on_side
 from meshc.rules.turns import call_in_turns, join_turns, turn_rule
 
@@ -37,15 +37,11 @@ def _step_rule(count: int, lower: Callable[[Local, str, int, Sequence[str]], Mad
         return Rule(
             (letters,) * count,
             (letters,) * len(records(node)),
-            lower=lambda local: _lower_steps(local, letter, dim),
+            lower=where_split(letter, lambda local: lower(local, letter, dim, local.axes(letter))),
             self_masked=True,
             major={letter},
             steps=RecurrentLetter(letter, tuple(other for other in letters if other != letter), joins=True),
         )
-
-    def _lower_steps(local: Local, letter: str, dim: int) -> Made:
-        axes = local.axes(letter)
-        return lower(local, letter, dim, axes) if axes else local.call(*local.operands)
 
     return rule
 

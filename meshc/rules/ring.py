@@ -65,11 +65,9 @@ class Ring:
 
     def __init__(self, local: Local) -> None:
         self.local = local
-        node, self.named = local.node, named_arguments(local.node)
+        node, self.named = local.node, local.arguments()
         self.how = causal, _, window, offset = mask_of(node)
         self.axes = list(local.axes("q"))
-        self.biased = self.named["bias"] is not None
-        self.seed = local.operands[-1] if self.named["seed_step"] is not None else None
         self.of_bias: list[Node] = []
         sizes = local.global_size("q"), local.global_size("k"), local.local_size("k")
         self.ranks = local.ranks(self.axes)
@@ -104,10 +102,11 @@ class Ring:
         """The numbers of a block's call: mask settings, starts of queries and keys, number of keys without padding."""
         numbers = *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
         draws = draws_of(self.local, step).values()
-        return (*numbers, self.seed, self.named["call"], self.named["p"], *draws) if draws else numbers
+        return (*numbers, *(self.named[name] for name in ("seed_step", "call", "p")), *draws) if draws else numbers
 
-    def bias(self, bias: Node | None, step: int) -> Node | None:
+    def bias(self, step: int) -> Node | None:
         """The part of the bias, which is whole along keys, that belongs to a block."""
+        bias: Node | None = self.named["bias"]
         if bias is None or self.local.shape(bias)[3] == 1:
             return bias
         tiled, length = self.local.local_size("k") * self.ranks, self.local.global_size("k")
@@ -145,10 +144,10 @@ class Ring:
         return self.local.emit(aten.reshape.default, padded, [rows, groups * heads, keys, size])
 
     def forward(self) -> list[Node]:
-        q, k, v, *rest = self.local.operands
-        bias, asked = rest[0] if self.biased else None, self.reorder(q)
+        q, k, v = (self.named[name] for name in "qkv")
+        asked = self.reorder(q)
         blocks = enumerate(self.blocks(k, v))
-        out, lse = self.join_blocks(self.attend_block(asked, *block, self.bias(bias, step), step) for step, block in blocks)
+        out, lse = self.join_blocks(self.attend_block(asked, *block, self.bias(step), step) for step, block in blocks)
         return [self.restore_order(self.cast_like(out, q)), self.restore_sums(lse)]
 
     def restore_sums(self, lse: Node) -> Node:
@@ -180,15 +179,14 @@ class Ring:
         return found
 
     def backward(self) -> list[Node]:
-        grad, q, k, v, *rest = self.local.operands
-        bias = rest.pop(0) if self.biased else None
-        grad, asked, *rest = (self.reorder(x) for x in (grad, q, *rest[:2]))
+        q, k, v = (self.named[name] for name in "qkv")
+        grad, asked, *rest = (self.reorder(self.named[name]) for name in ("grad", "q", "out", "lse"))
         emit = self.local.emit
         dq: Node | None = None
         own: list[Node] = []
         travelling: list[Node] = []
         for step, (keys, values) in enumerate(self.blocks(k, v)):
-            part, *given = self.gradients(asked, keys, values, self.bias(bias, step), (grad, *rest), step)
+            part, *given = self.gradients(asked, keys, values, self.bias(step), (grad, *rest), step)
             dq = self.cast_for_sum(part) if dq is None else emit(aten.add.Tensor, dq, part)
             given = [self.sum_shared_heads(one, index) for index, one in enumerate(given, 1)]
             if step == 0:

@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem
+from meshc.ir.schemas import named_arguments
 from meshc.ops import rnn as _operators  # noqa: F401 - registers them
 from meshc.rules.contraction import product_flops
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum
+from meshc.rules.rule import Local, Made, RecurrentLetter, Rule, einsum, where_split
 from meshc.rules.turns import call_in_turns, join_turns, parts_of, turn_rule
 
 meshc = torch.ops.meshc
@@ -25,42 +26,32 @@ HOW = {"self_masked": True, "major": {"t"}, "steps": RecurrentLetter("t", ("b",)
 
 
 def _forward(node: Node, tensors: list[Node]) -> Rule:
-    bias, before = (node.args[index] is not None for index in (3, 4))
-    operands = ["t b g!", "g! h!", *["g!"] * bias, *[STATE] * before]
-    return einsum(f"{', '.join(operands)} -> {H} | t b k! | {STATE} +t", node, tensors, lower=_lower, **HOW)
+    named = named_arguments(node)
+    operands = ["t b g!", "g! h!", *["g!"] * (named["bias"] is not None), *[STATE] * (named["before"] is not None)]
+    return einsum(f"{', '.join(operands)} -> {H} | t b k! | {STATE} +t", node, tensors, lower=where_split("t", _lower), **HOW)
 
 
 def _backward(node: Node, tensors: list[Node]) -> Rule:
-    operands = [H, *[STATE] * (node.args[2] is not None), "t b k!", "g! h!"]
-    return einsum(f"{', '.join(operands)} -> t b m! | {STATE} +t", node, tensors, lower=_lower_backward, **HOW)
+    operands = [H, *[STATE] * (named_arguments(node)["of_last"] is not None), "t b k!", "g! h!"]
+    return einsum(f"{', '.join(operands)} -> t b m! | {STATE} +t", node, tensors, lower=where_split("t", _lower_backward), **HOW)
 
 
 def _lower(local: Local) -> Made:
-    axes, node = local.axes("t"), local.node
-    if not axes:
-        return local.call(*local.operands)
-    x, weight, *rest = local.operands
-    bias, before = (rest.pop(0) if node.args[index] is not None else None for index in (3, 4))
-    kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
+    axes, steps = local.axes("t"), local.count("t")
+    *given, reverse = local.arguments().values()
     made = call_in_turns(
-        local, axes, parts, reverse,
-        lambda handed, turn: local.emit(meshc.rnn_turn.default, kind, x, weight, bias, before, handed, reverse, steps, *turn), 3,
-    )  # fmt: skip
+        local, axes, local.parts, reverse, lambda handed, turn: local.emit(meshc.rnn_turn.default, *given, handed, reverse, steps, *turn), 3
+    )
     out, kept = (join_turns(local, axes, one, 1, reverse) for one in made[:2])
     return [out, kept, _end(local, axes, made[2], reverse, 2)]
 
 
 def _lower_backward(local: Local) -> Made:
-    axes, node = local.axes("t"), local.node
-    if not axes:
-        return local.call(*local.operands)
-    grad, *rest = local.operands
-    of_last = rest.pop(0) if node.args[2] is not None else None
-    kept, weight = rest
-    kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
-    how = kept, weight, reverse, steps
+    axes, steps = local.axes("t"), local.count("t")
+    kind, grad, of_last, *kept, reverse = local.arguments().values()
+    how = *kept, reverse, steps
     made = call_in_turns(
-        local, axes, parts, not reverse,
+        local, axes, local.parts, not reverse,
         lambda handed, turn: local.emit(meshc.rnn_turn_backward.default, kind, grad, of_last, handed, *how, *turn), 2,
     )  # fmt: skip
     return [join_turns(local, axes, made[0], 1, not reverse), _end(local, axes, made[1], not reverse, 1)]

@@ -31,7 +31,7 @@ from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
 from meshc.rules.contraction import WEIGHT, product_flops
 from meshc.rules.index import inside_tile
 from meshc.rules.operator import EITHER, Operator, Shapes, declarations
-from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, shape_of
+from meshc.rules.rule import ALONE, Local, Made, Rule, RuleFunction, by_text, einsum, shape_of, where_split
 from meshc.rules.scan import gather_rows, on_side
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -48,7 +48,7 @@ def _lower_choices(local: Local) -> Node:
     return local.call(chosen, groups=local.local_size("q"), first=start if first == 0 else first)
 
 
-def _in_windows(text: str, lower: Callable[[Local], Node], other: str = "g", **fields: Any) -> RuleFunction:
+def _in_windows(text: str, lower: Callable[[Local], Made], other: str = "g", **fields: Any) -> RuleFunction:
     """A rule by its text, in which each group `q` goes with a window of as many experts as the argument `each` says."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
@@ -64,8 +64,6 @@ def _lower_mm(local: Local) -> Node:
 
 
 def _lower_outer(local: Local) -> Node:
-    if not local.axes("q"):
-        return local.call(*local.operands)
     count = local.local_size("q") * named_arguments(local.node)["each"]
     return local.sum_of_windows(local.call(*local.operands, count=count), 0, "q")
 
@@ -191,7 +189,7 @@ OPERATORS = declarations({
         flops=_group_flops,
     ),
     "meshc.group_outer": Operator(
-        _in_windows("q r k, q r n, q r -> g k n +r", _lower_outer), linear=EITHER, any_order=True, flops=_group_flops
+        _in_windows("q r k, q r n, q r -> g k n +r", where_split("q", _lower_outer)), linear=EITHER, any_order=True, flops=_group_flops
     ),
     "meshc.used_mm meshc.used_outer": Operator(flops=_group_flops),
 })

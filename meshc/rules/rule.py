@@ -200,6 +200,9 @@ class Local(Protocol):
     def call(self, *operands: Node, **changed: object) -> Node:
         """The operator itself on these operands, with its other arguments unchanged, but for positional ones that are given by name."""
 
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the call by name, in order, operands as they are on the rank."""
+
     def item(self, value: Node, index: int) -> Node:
         """One result of a call with several results."""
 
@@ -400,6 +403,11 @@ def count_once(local: Local, x: Node) -> Node:
 def draw(local: Local) -> Node:
     """A lowering to the operator itself on its tile of a result that it draws by global index."""
     return local.call(*local.operands, **local.tiles(0))
+
+
+def where_split(letter: str, lower: Callable[[Local], Made]) -> Callable[[Local], Made]:
+    """A lowering to the operator itself unless a letter is split."""
+    return lambda local: lower(local) if local.axes(letter) else local.call(*local.operands)
 
 
 def with_local_shape(name: str) -> Callable[[Local], Node]:

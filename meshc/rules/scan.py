@@ -15,7 +15,7 @@ from meshc.ir import records
 from meshc.ir.functions import Target
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import ALONE, CPU, Local, Made, Rule, RuleFunction, dim_of, dtype_of, letters_of
+from meshc.rules.rule import ALONE, CPU, Local, Made, Rule, RuleFunction, dim_of, dtype_of, letters_of, where_split
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 Fold = Callable[[Local, Node], Node]
@@ -45,11 +45,8 @@ def _scan_rule(lower: Callable[[Local, str, Sequence[str]], Made]) -> RuleFuncti
         if not letters:
             return Rule((letters,), (letters,) * count)
         letter = letters[dim_of(node, letters)]
-        return Rule((letters,), (letters,) * count, lower=lambda local: _lower(local, letter), self_masked=True, major={letter})
-
-    def _lower(local: Local, letter: str) -> Made:
-        axes = local.axes(letter)
-        return lower(local, letter, axes) if axes else local.call(*local.operands)
+        split = where_split(letter, lambda local: lower(local, letter, local.axes(letter)))
+        return Rule((letters,), (letters,) * count, lower=split, self_masked=True, major={letter})
 
     return rule
 

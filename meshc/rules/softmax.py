@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from meshc.rules.operator import Operator, declarations
 from meshc.rules.preconditions import holds, like
-from meshc.rules.rule import ALONE, Dims, Local, Rule, dim_of, letters_of
+from meshc.rules.rule import ALONE, Dims, Local, Rule, dim_of, letters_of, where_split
 
 aten = torch.ops.aten
 
@@ -29,17 +29,14 @@ def _dims(node: Node) -> tuple[Dims, str]:
 
 
 def _log_softmax(node: Node, tensors: list[Node]) -> Rule:
-    letters = letters_of(node)
+    letters, letter = _dims(node)
     lower = _lower_log_softmax if len(tensors) == 1 else _lower_log_softmax_backward
-    return Rule((letters,) * len(tensors), (letters,), lower=lower, self_masked=True)
+    split = where_split(letter, lambda local: lower(local, letters.index(letter), letter))
+    return Rule((letters,) * len(tensors), (letters,), lower=split, self_masked=True)
 
 
-def _lower_log_softmax(local: Local) -> Node:
-    (x,) = local.operands
-    letters, letter = _dims(local.node)
-    dim, axes = letters.index(letter), local.axes(letter)
-    if not axes:
-        return local.call(x)
+def _lower_log_softmax(local: Local, dim: int, letter: str) -> Node:
+    (x,), axes = local.operands, local.axes(letter)
     masked = local.neutralise(x, letter, float("-inf"))
     peak = local.all_reduce(local.emit(aten.amax.default, masked, [dim], True), axes, "max")
     shifted = local.emit(aten.sub.Tensor, masked, peak)
@@ -47,14 +44,10 @@ def _lower_log_softmax(local: Local) -> Node:
     return local.emit(aten.sub.Tensor, shifted, local.emit(aten.log.default, local.all_reduce(total, axes, "sum")))
 
 
-def _lower_log_softmax_backward(local: Local) -> Node:
-    grad, out = local.operands
-    letters, letter = _dims(local.node)
-    axes = local.axes(letter)
-    if not axes:
-        return local.call(grad, out)
+def _lower_log_softmax_backward(local: Local, dim: int, letter: str) -> Node:
+    (grad, out), axes = local.operands, local.axes(letter)
     masked = local.neutralise(grad, letter, 0.0)
-    total = local.all_reduce(local.emit(aten.sum.dim_IntList, masked, [letters.index(letter)], True), axes, "sum")
+    total = local.all_reduce(local.emit(aten.sum.dim_IntList, masked, [dim], True), axes, "sum")
     return local.emit(aten.sub.Tensor, grad, local.emit(aten.mul.Tensor, local.emit(aten.exp.default, out), total))
 
 

@@ -29,9 +29,9 @@ class SplitKeys(Ring):
         self.ranks = local.ranks(self.axes)
 
     def forward(self) -> list[Node]:
-        q, k, v, *rest = self.local.operands
+        q, k, v = (self.named[name] for name in "qkv")
         emit, item = self.local.emit, self.local.item
-        made = self.attend_block(q, k, v, self.bias(rest[0] if self.biased else None, 0), 0)
+        made = self.attend_block(q, k, v, self.bias(0), 0)
         sums = emit(aten.unsqueeze.default, item(made, 1), -1)
         part = emit(aten.cat.default, [self.cast_for_sum(item(made, 0)), sums], 3)
         parts = gather_rows(self.local, part, self.axes)
@@ -39,7 +39,6 @@ class SplitKeys(Ring):
         return [self.cast_like(item(joined, 0), q), item(joined, 1)]
 
     def backward(self) -> list[Node]:
-        grad, q, k, v, *rest = self.local.operands
-        bias = rest.pop(0) if self.biased else None
-        part, *given = self.gradients(q, k, v, self.bias(bias, 0), (grad, *rest[:2]), 0)
+        q, k, v, *known = (self.named[name] for name in ("q", "k", "v", "grad", "out", "lse"))
+        part, *given = self.gradients(q, k, v, self.bias(0), known, 0)
         return [self.cast_like(self.local.all_reduce(self.cast_for_sum(part), self.axes, "sum"), q), *given]

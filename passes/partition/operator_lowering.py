@@ -197,18 +197,25 @@ class Lowering(Local):
         return self.emit(spmd.keep_first, x, place if back else self.emit(spmd.ring_place, place, ranks - 1, ranks))
 
     def call(self, *operands: Node, **changed: object) -> Node:
-        rest, node = iter(operands), self.node
-
-        def local(argument: object) -> object:
-            if isinstance(argument, Node):
-                return next(rest)
-            return list(map(local, argument)) if isinstance(argument, list | tuple) else argument
-
-        args, kwargs = list(map(local, node.args)), {key: local(argument) for key, argument in node.kwargs.items()}
+        node, (args, kwargs) = self.node, self._with_operands(operands)
         if changed:
             named = arguments_by_name(cast(OpOverload, node.target), args, kwargs) | changed
             args = [*named.values()][: max(len(args), *(place_of(node, name) + 1 for name in changed))]
         return self.emit(node.target, *args, **kwargs)
+
+    def arguments(self) -> dict[str, Any]:
+        return arguments_by_name(cast(OpOverload, self.node.target), *self._with_operands(self.operands))
+
+    def _with_operands(self, operands: Iterable[Node]) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's arguments, with these operands in place of its own."""
+        rest = iter(operands)
+
+        def local(argument: object) -> Any:
+            if isinstance(argument, Node):
+                return next(rest)
+            return list(map(local, argument)) if isinstance(argument, list | tuple) else argument
+
+        return list(map(local, self.node.args)), {key: local(argument) for key, argument in self.node.kwargs.items()}
 
     def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
         if (place := self._halo_window(letter)) is None:
