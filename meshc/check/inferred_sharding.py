@@ -11,19 +11,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any, cast
+
+from torch.fx import Node
 
 from meshc.ir import Record
 from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
 from meshc.ir.spmd import MICROBATCH
-
-if TYPE_CHECKING:
-    from meshc.check.windows import Halo, WindowedDim
+from meshc.ir.window import Window
 
 Parts = tuple[Part, ...]
 Runs = frozenset[tuple[str, ...]]
 UNNAMED = ""
 """Factor of a part with nothing known but its size."""
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The arguments of a `halo` or a `halo_sum`."""
+
+    axes: tuple[str, ...]
+    counts: tuple[int, ...]
+    size: int
+    window: tuple[int, int, int, int]
+    fill: float = 0.0
+
+    @staticmethod
+    def of(node: Node, sizes: Mapping[str, int]) -> Halo:
+        axes, _, size, window, *fill = cast(tuple[Any, ...], node.args[1:])
+        return Halo(tuple(axes), tuple(sizes[axis] for axis in axes), size, tuple(window), *fill)
+
+
+@dataclass(frozen=True)
+class WindowedDim:
+    """The windows of an operator along a dim: one for each of `tile` positions.
+
+    ends    padding after the whole dim minus padding before it: least and most; None: nothing is padded
+    most    most padding before the dim
+    """
+
+    operator: str
+    window: Window
+    tile: int
+    ends: tuple[int, int] | None
+    most: int
+    fill: float
 
 
 @dataclass(frozen=True)

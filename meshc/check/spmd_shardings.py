@@ -22,11 +22,11 @@ from typing import Final, cast
 import torch
 from torch.fx import Node
 
-from meshc.check.inferred_sharding import UNNAMED, InferredSharding, Parts, dim_text, partial_text, tile
+from meshc.check.inferred_sharding import UNNAMED, Halo, InferredSharding, Parts, WindowedDim, dim_text, partial_text, tile
 from meshc.check.orders import check_natural, reorder_dim
 from meshc.check.types import Wrong
 from meshc.check.view_shardings import slice_dim
-from meshc.check.windows import Halo, WindowedDim, check_halo, check_place
+from meshc.check.windows import check_halo, check_place
 from meshc.ir import record, spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, Part, local_size

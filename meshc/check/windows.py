@@ -13,59 +13,22 @@ checked, such as rows for a slice or for a step of a recurrence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Final, cast
 
 from torch.fx import Node
 
 from meshc import ir
+from meshc.check.inferred_sharding import Halo, Parts, WindowedDim
+from meshc.check.rule_shardings import RuledCall
 from meshc.check.types import MOST_EXTENT, Wrong
 from meshc.ir.schemas import named_arguments
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.window import Window, tile_length
 from meshc.private import OpOverload
 
-if TYPE_CHECKING:
-    from meshc.check.inferred_sharding import Parts
-    from meshc.check.rule_shardings import RuledCall
-
-
 KNOWN: Final = ("aten", "meshc")
 """Namespaces of operators that are checked; operators of other libraries may use their arguments otherwise."""
-
-
-@dataclass(frozen=True)
-class Halo:
-    """The arguments of a `halo` or a `halo_sum`."""
-
-    axes: tuple[str, ...]
-    counts: tuple[int, ...]
-    size: int
-    window: tuple[int, int, int, int]
-    fill: float = 0.0
-
-    @staticmethod
-    def of(node: Node, sizes: Mapping[str, int]) -> Halo:
-        axes, _, size, window, *fill = cast(tuple[Any, ...], node.args[1:])
-        return Halo(tuple(axes), tuple(sizes[axis] for axis in axes), size, tuple(window), *fill)
-
-
-@dataclass(frozen=True)
-class WindowedDim:
-    """The windows of an operator along a dim: one for each of `tile` positions.
-
-    ends    padding after the whole dim minus padding before it: least and most; None: nothing is padded
-    most    most padding before the dim
-    """
-
-    operator: str
-    window: Window
-    tile: int
-    ends: tuple[int, int] | None
-    most: int
-    fill: float
 
 
 def check_windows(call: RuledCall) -> list[dict[int, Halo | WindowedDim]]:

@@ -10,12 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Graph, Node
 
 from meshc.errors import VerifyError
 from meshc.frontend.batch_norms import synced_norms
@@ -39,7 +38,7 @@ from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
-from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
+from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
@@ -452,14 +451,6 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report) 
         mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
         report.add("gradient", given, lacking | {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
-
-
-def node_values(graph: Graph, inputs: Iterable[torch.Tensor]) -> dict[Node, Any]:
-    """Runs a global-view graph on one device; returns the value of each node."""
-    interpreter = Interpreter(nn.Module(), garbage_collect_values=False, graph=graph)
-    interpreter.extra_traceback = False
-    interpreter.run(*inputs, enable_io_processing=False)
-    return interpreter.env
 
 
 def first_wrong(

@@ -1,11 +1,14 @@
-"""Simulation of a whole program on all ranks: global outputs from global inputs, and an error where copies of a tile differ."""
+"""Simulation of a program on all ranks, or of a graph on one: global outputs of global inputs; an error where copies of a tile differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.fx import Graph, Interpreter, Node
 
 from meshc.errors import DeadlockError, VerifyError
 from meshc.ir.keys import key_of
@@ -155,3 +158,11 @@ def _check_agreement(port: Port, rank: int, tile: torch.Tensor, first: torch.Ten
 def whole(tiles: list[torch.Tensor], sharding: Sharding, program: PlainProgram) -> torch.Tensor:
     mesh = program.mesh
     return put_tiles([(mesh.coordinates(rank), tile) for rank, tile in enumerate(tiles)], sharding, program.axis_sizes)
+
+
+def node_values(graph: Graph, inputs: Iterable[torch.Tensor]) -> dict[Node, Any]:
+    """Runs a global-view graph on one device; returns the value of each node."""
+    interpreter = Interpreter(nn.Module(), garbage_collect_values=False, graph=graph)
+    interpreter.extra_traceback = False
+    interpreter.run(*inputs, enable_io_processing=False)
+    return interpreter.env
