@@ -51,7 +51,8 @@ class RecomputePolicy:
 
 
 AHEAD: Final = 8
-"""A norm, a gate or a projection of several parts is read within so many; a sum that goes through all layers is not, and is kept."""
+"""Products of backward. A norm, a gate or a projection of several parts is read within so many; a sum that goes through all layers is not,
+and is kept. By what layers are made of, not by measurement (docs/decisions/recompute.md)."""
 
 
 def is_cheap(node: Node) -> bool:
