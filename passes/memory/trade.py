@@ -31,10 +31,6 @@ EARLIER: Final = 0.02
 """How much more a byte of the first value of forward counts than one of the last, so that equal layers change one after another. Not
 measured: small beside differences between operators."""
 
-DEAR: Final = 1000.0
-"""Factor on the seconds of all recompute that gives a price at which bytes decide, and seconds only where bytes are equal. (Not measured:
-much more, and seconds are lost among the 30 bits of a cut.)"""
-
 
 @dataclass(frozen=True)
 class KeptValues:
@@ -89,8 +85,6 @@ class Trade:
         low, high, price = self.keep_least, self.keep_all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
-        if self.copies and (dear := self.cheapest_at(DEAR * low.seconds / high.bytes)).bytes <= most:
-            low = dear  # the fastest of those that keep least
         while True:
             price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
             between = self.cheapest_at(price)
