@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 Numbers: TypeAlias = NDArray[np.float64]
 
 SLACK: Final = 0.03
-"""Relative slowdown of the slowest stage that is accepted for smaller messages."""
+"""Relative slowdown of the slowest stage accepted for smaller messages, and growth of the busiest rank's work for a faster schedule.
+Not measured."""
 
 
 def best_cuts(

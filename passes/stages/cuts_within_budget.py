@@ -30,7 +30,7 @@ from meshc.pipelining.activations import activations_in_flight
 from meshc.program.packing import is_view
 
 MARGIN: Final = 0.98
-"""Share of a rank's budget that the estimate may take."""
+"""Share of a rank's budget that the estimate may take, since it is one. Not measured."""
 
 
 @dataclass(frozen=True)

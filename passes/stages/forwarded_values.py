@@ -24,7 +24,7 @@ from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.stage_assignment import FORWARD, Half, Kinds
 
 MOST_TRIED: Final = 64
-"""Candidate values at most: those that would save most."""
+"""Candidate values at most: those that would save most. A bound on seconds; not measured."""
 
 
 def choose_forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:

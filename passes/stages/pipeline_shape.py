@@ -26,10 +26,6 @@ from meshc.pipelining.pipeline_stages import STAGE_NAMES
 from meshc.pipelining.schedule import Action, Schedule, StageLink, chain, connect, parse
 from meshc.pipelining.timing import Costs, ScheduleReplay
 
-SLACKS: Final = (0.03, 0.01, 0.0)
-"""Slacks of balanced cuts that are tried; the fastest under the schedule is taken."""
-
-
 NEAR: Final = 0.1
 REFINED: Final = 3
 """Schedules per number of microbatches that have their cuts refined, at most; only those within NEAR of the fastest."""
@@ -45,11 +41,8 @@ TOLL: Final = 0.01
 """Relative gain that cuts must have to send twice as much: predicted times are not exact to a part in a thousand, and messages take memory
 and some time on both sides."""
 
-UNEVEN: Final = 0.02
-"""Relative growth of the busiest rank's work that moving cuts may cause."""
-
 ACTIONS: Final = 20_000
-"""Actions simulated at most while the cuts of one schedule are moved."""
+"""Actions simulated at most while the cuts of one schedule are moved, for the seconds that they take. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ def _move_cuts(shape: PipelineShape, work: StageWork) -> tuple[PipelineShape, fl
     """Local search over cuts: each is tried at points spread between its neighbours, then moved by smaller and smaller distances. The lists
     of the ranks are rebuilt only at the end. Ranks keep almost equal work, since work once a call, and memory, follow it."""
     first = work.costs(shape.cuts)
-    most = (1 + UNEVEN) * _busiest(shape, first)
+    most = (1 + SLACK) * _busiest(shape, first)
     schedule = shape.schedule(chain(len(shape.ranks)), first)
     left = ACTIONS // max(1, sum(map(len, schedule.actions)))
     at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
@@ -287,7 +280,7 @@ def _balanced_cuts(work: StageWork, stages: int, halved: bool) -> tuple[tuple[in
     """Candidate cuts into stages of equal time, those that send less first."""
     table = work.seconds(halved)
     waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # with few microbatches messages count like operators
-    found = [*ways_to_cut(waiting, work.sends, stages, (SLACK,)), *ways_to_cut(table, work.sends, stages, SLACKS)]
+    found = [*ways_to_cut(waiting, work.sends, stages, (SLACK,)), *ways_to_cut(table, work.sends, stages, (SLACK, 0.0))]
     ways = [tuple(work.points[point] for point in cuts) for cuts, _ in found]
     if not ways:
         raise CompileError(
