@@ -27,6 +27,7 @@ from meshc.passes.planner.linear_program import solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import (
     CROSSED,
+    ENOUGH,
     MARGIN,
     PAIRS,
     SWEEPS,
@@ -53,8 +54,6 @@ CROSSED_PAIRS: Final = 5_000
 """Most pairs of forms in branch and bound, those of least cost."""
 CROSSINGS: Final = 2
 """Most runs of branch and bound in one search: a third takes as long and has found nothing."""
-ENOUGH: Final = 5e-3
-"""Relative gap at which the search ends."""
 UNIT: Final = 1e-12
 """Seconds per byte of a price in milliseconds per billion bytes: tolerances of solvers are absolute."""
 ROUNDS: Final = 16
