@@ -123,18 +123,23 @@ class UpdatePlaces(Positions):
         return {node, *filter(self._moves, ancestors_of([node], through=lambda one: one is node or self._moves(one)))}
 
     def _ready_position(self, node: Node) -> int:
-        """The position at which a value is ready if all before it run as early as they can."""
-        if node not in self._ready:
-            if node.op == "placeholder":
-                found = self.first
-            elif node.target in REDUCTIONS:
-                found = self.arrival(node, alike=True)
-            elif self._moves(node):
-                found = max(map(self._ready_position, node.all_input_nodes), default=self.first)
+        """The position at which a value is ready if all before it run as early as they can. Without recursion: the terms of a norm are a
+        chain as long as there are parameters."""
+        work = [node]
+        while node not in self._ready:
+            one = work[-1]
+            behind = one.all_input_nodes if one.target not in REDUCTIONS and (self._moves(one) or is_view(one)) else []
+            if unknown := [operand for operand in behind if operand not in self._ready]:
+                work += unknown
             else:
-                found = max([self.index[node], *(self._ready_position(operand) for operand in node.all_input_nodes if is_view(node))])
-            self._ready[node] = found
+                self._ready[work.pop()] = max([self._own_position(one), *map(self._ready.__getitem__, behind)])
         return self._ready[node]
+
+    def _own_position(self, node: Node) -> int:
+        """The position at which a node runs at the earliest; of a reduction, at which it has arrived."""
+        if node.target in REDUCTIONS:
+            return self.arrival(node, alike=True)
+        return self.first if node.op == "placeholder" or self._moves(node) else self.index[node]
 
     def _read_position(self, reader: Node) -> int:
         """The position at which a reader is done: a collective or a copy, once it has been waited for."""

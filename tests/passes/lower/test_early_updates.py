@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,8 +13,9 @@ from torch.fx import Graph, Node
 
 import meshc
 from meshc.cost import peak_memory
-from meshc.ir import calls, local_bytes, record, spmd
+from meshc.ir import KEY, calls, local_bytes, record, records, set_record, spmd
 from meshc.ir.regions import blocks
+from meshc.passes.lower.early_updates import move_updates_early
 from meshc.passes.lower.fuse_updates import fuse_stage_updates
 from meshc.program import bucket
 from meshc.program.static_memory import places, sizes_of
@@ -165,3 +168,23 @@ def test_what_two_updates_read_is_brought_once() -> None:
     program = meshc.compile(step, meshc.Mesh("tp=2"), plan="tp: features; store params, grads, state", **ask)  # type: ignore[arg-type]
     report = meshc.verify(program, dtype=torch.float64)
     assert {"parameter after step 2"} <= {kind for kind, *_ in report.rows}
+
+
+def test_a_norm_may_have_more_terms_than_python_has_frames() -> None:
+    before = steps(step_of(clip=1.0), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
+    graph = parse_stage(before[: before.index("schedule = [")]).graph
+    (norm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sqrt.default)
+    (total,) = norm.all_input_nodes
+    assert total.target is torch.ops.aten.add.Tensor
+    last = total
+    for _ in range(2 * sys.getrecursionlimit()):
+        with graph.inserting_after(last):
+            last = graph.node_copy(total)
+        last.args = (last.prev, total.args[1])
+    norm.replace_input_with(total, last)
+    for node in (node for node in calls(graph) if node > total.all_input_nodes[-1] and node.target is not spmd.all_reduce):
+        in_update = tuple(replace(one, phase="update") for one in records(node))  # the text of a stage does not say it
+        set_record(node, in_update if isinstance(node.meta[KEY], tuple) else in_update[0])
+    move_updates_early(graph)
+    found = [node for node in calls(graph) if node.target is torch.ops.meshc.sgd.default]
+    assert len(found) == LAYERS and min(found) > norm
