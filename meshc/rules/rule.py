@@ -54,7 +54,6 @@ def all_operands(count: int) -> Positions:
     return (tuple(range(count)),)
 
 
-
 @dataclass(frozen=True)
 class Relation:
     """Dims `inside` (of the operand) and `outside` (of the result) that hold the same elements in the same order.

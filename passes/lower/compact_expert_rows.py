@@ -186,8 +186,6 @@ def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _ExpertRo
     return next((dim for dim in (0, 1) if shape[: dim + 1] == (1,) * dim + (layer.choice_count,) and {len(shape) - dim} == behind), None)
 
 
-
-
 class _CompactRowsWriter:
     """Emits a layer's operators on used rows alone."""
 

@@ -203,8 +203,6 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
     return stays(node) or grows_alone(node) or fills_alone(node) or bool(why_alone(node, changing))
 
 
-
-
 class _Levels:
     """found    node -> level;  highest  the highest of these
     stored     parameters on the device, and values computed from them alone up to and including their gathers

@@ -84,8 +84,6 @@ def _scale_nodes(node: Node) -> list[Node]:
     return sorted((ancestors_of([node], through=lambda one: one is not result).keys() & descendants_of([result])) - {node, result})
 
 
-
-
 def read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:
     """Redirects readers of results to the operands written, and erases results and members. Each reader is changed once: the output node
     reads all of them."""

@@ -91,8 +91,6 @@ def _made_for(exchange: Node) -> list[Node]:
     return sorted(own)
 
 
-
-
 def _between(first: Node, last: Node) -> Iterator[Node]:
     while (first := first.next) is not last:
         yield first

@@ -101,8 +101,6 @@ def _bytes(node: Node) -> int:
     return local_bytes(record(node))
 
 
-
-
 def _place_copies_out(graph: Graph) -> None:
     """Moves each copy to the host right behind the last node that computes or writes its operand, or reads its destination."""
     for node in graph.find_nodes(op="call_function", target=spmd.to_host):

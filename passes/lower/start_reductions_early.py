@@ -117,8 +117,6 @@ def _stage_without(late: Stage, given: Mapping[Node, str]) -> Stage:
     return replace(late, graph=graph, inputs=tuple(key for node, key in given.items() if env[node] in left))
 
 
-
-
 def _starts_by_run(
     alone: Sequence[Stage], stages: Mapping[str, Stage], steps: Sequence[Instruction], sums: Mapping[str, int]
 ) -> dict[int, list[Stage]]:

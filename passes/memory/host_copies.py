@@ -53,8 +53,6 @@ def has_known_size(made: Record) -> bool:
     return bool(made.shape) and made.used is None
 
 
-
-
 def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
     """Those of `values` that backward reads before they could be copied to the host and back over an otherwise idle link. None for a device
     that is its own host, where no copy is hidden in any case. `home`: from `roots_of`."""

@@ -62,8 +62,6 @@ def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: Lowered
         )
 
 
-
-
 def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
     """In place: stores the parameter `node` on the host, with a copy for the readers of each site."""
     graph, results = stage.graph, stage.results()

@@ -116,8 +116,6 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
     return lowered
 
 
-
-
 def _without_light_values(again: Iterable[Node], can: Recomputable) -> list[Node]:
     """`again` without integers and views of values that are kept, which are read as they are."""
     found: dict[Node, None] = {}

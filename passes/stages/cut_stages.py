@@ -221,8 +221,6 @@ class Cutter:
         return int(number) if kind == "after" else self.ranks[int(number)]
 
 
-
-
 # Stages that run once a call on each rank: before the first microbatch, and after the last.
 
 

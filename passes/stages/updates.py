@@ -83,8 +83,6 @@ def _adds_two(node: Node) -> bool:
     return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
 
 
-
-
 def cut_updates(stage: Stage, found: Updates, ranks: int, axis: str, kept: Mapping[str, int]) -> list[Stage]:
     """The stage of each rank. `kept`: the rank of each output that leaves on one rank only; the others leave on all."""
     return [_of_rank(stage, found, rank, axis, kept) for rank in range(ranks)]

@@ -153,8 +153,6 @@ class _Writer:
         return call(self.graph, whole if last else replace(whole, sharding=None, of=""), aten.add.Tensor, before[-1], part)
 
 
-
-
 def _gathered_sharding(node: Node) -> Sharding:
     """The sharding of a gather's result, once it has its shape again."""
     while (lies := record(node).sharding) is None and len(node.users) == 1 and next(iter(node.users)).op == "call_function":

@@ -172,7 +172,6 @@ def test_what_a_search_finds_is_kept_as_a_plan(folder: Path, capsys: pytest.Capt
     assert "found.yaml: a plan is written as lines, to a file that ends in .plan" in failing(capsys, *ask, "--save-plan", "found.yaml")
 
 
-
 def test_a_reader_that_has_read_enough_hears_nothing_of_it(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,6 @@ def forgotten() -> None:
     torch._dynamo.reset()
 
 
-
 class Block(nn.Module):
     """Four query heads on two of keys and values; `attend(self, q, k, v, document)` is what a case is about."""
 

@@ -78,7 +78,6 @@ def test_checks_are_part_of_the_text() -> None:
         assert printer.print_stage(parse.parse_stage(printed), comments=False) == printed
 
 
-
 ROWS = 6
 Reader = Callable[[Tensor, Tensor], Tensor]
 READERS: dict[str, Reader] = {
