@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -54,8 +54,6 @@ else:  # imported for programs with a choice, a budget or stages, and for errors
     pipeline_memory = LazyModule("meshc.passes.stages.pipeline_memory")
     write_chunks = LazyModule("meshc.passes.stages.write_chunks")
 
-REFUSED: Final = 6
-"""Memoised results while changes of a refused request are tried: about as many as there are changes."""
 
 
 def compile_program(request: Request, hook: Hook | None = None, traced: TracedModel | None = None) -> tuple[PlainProgram, LoweredProgram]:
@@ -174,7 +172,7 @@ def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgr
     """The program by the request's plan; of a pipeline or with open axes, the best that a search finds."""
     request = _settle_microbatches(placed.request)
     placed = placed.with_request(request) if request is not placed.request else placed
-    lower_once = partial(_lower_or_unchunk, begun=PassMemo(REFUSED))
+    lower_once = partial(_lower_or_unchunk, begun=PassMemo(None))
     if open_axes(placed.plan):
         return choose.choose(placed, _within_budget, hook, lower_once)
     try:

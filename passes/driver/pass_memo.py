@@ -56,9 +56,9 @@ class _MemoEntry:
 
 @dataclass
 class PassMemo:
-    """`most`: number of results that are kept."""
+    """`most`: number of results that are kept; None: all, of changes of a request, of which there are few."""
 
-    most: int = 1
+    most: int | None = 1
     kept: list[_MemoEntry] = field(default_factory=list)
     """The most recently used comes first."""
 
@@ -66,7 +66,7 @@ class PassMemo:
         """As the function of this name. The result is memoised; a copy of it is returned."""
         one = next((each for each in self.kept if _has_same_request(placed, each.placed)), None)
         if one is None:
-            del self.kept[self.most - 1 :]  # frees memory before the next result
+            del self.kept[len(self.kept) if self.most is None else self.most - 1 :]  # frees memory before the next result
             heard = PassHistory()
             one = _MemoEntry(placed, run_before_recompute(placed, heard.hook), heard)
         self.kept = [one, *(each for each in self.kept if each is not one)]

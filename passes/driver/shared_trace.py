@@ -52,8 +52,6 @@ FROM: Final = 3
 APART: Final = (8, 2, 1)
 """Distance of a near size, in multiples of the number of ranks; the first at which the model can be traced: tiles of tiles are even at both
 sizes, or at neither."""
-MOST: Final = 64
-"""Calls that are compared to find the dims that differ; a dim that differs later has differed by then."""
 
 
 class SharedTraceCompiler:
@@ -96,7 +94,7 @@ class _RequestFamily:
 
     def trace_at(self, request: Request, shapes: Shapes) -> TracedModel | None:
         """The trace at the sizes of `request`; None where there is none."""
-        if shapes not in self._seen and len(self._seen) < MOST:
+        if shapes not in self._seen and (len(self._seen) < FROM or _differing_dims([*self._seen, shapes]) != _differing_dims(self._seen)):
             self._seen.append(shapes)
         if len(self._seen) < FROM:
             return None

@@ -3,8 +3,8 @@
     up_proj.weight is stored as [ffn/tp, hidden/dp]          chosen
                                 [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...
 
-The planner's cost model prices an alternative with all other decisions fixed; for the cheapest alternatives, the decisions around are then
-improved one at a time (`descent.py`).
+The planner's cost model prices an alternative with all other decisions fixed; from the cheapest on, the decisions around are then improved
+one at a time (`descent.py`), until an alternative is no better than those before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from meshc.cost.divided_work import collapse_layers
 from meshc.ir import op_name, records
@@ -20,9 +19,6 @@ from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup
 from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.search_space import Form, Key, Option
-
-CLOSEST: Final = 6
-"""Alternatives for which the decisions around are improved."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,19 @@ class Alternatives:
         """The `count` best alternatives for the decision `key`, the cheapest first."""
         number = self.model.folded.of[key]
         costs = self.descent.costs(number, self.pick)
-        closest = sorted((at for at in range(len(costs)) if at != self.pick[number]), key=lambda at: float(costs[at]))[:CLOSEST]
-        others = [self.descent.improve((*self.pick[:number], at, *self.pick[number + 1 :]), number) for at in closest]
+        closest = sorted((at for at in range(len(costs)) if at != self.pick[number]), key=lambda at: float(costs[at]))
+        best: list[Pick] = []
+        for at in closest:
+            improved = self.descent.improve((*self.pick[:number], at, *self.pick[number + 1 :]), number)
+            best = sorted((*best, improved), key=self.model.seconds)[:count]
+            if improved not in best:
+                break
         return [
             PricedAlternative(
                 self.model.decision(number).options[pick[number]], self.model.seconds(pick) - self.model.seconds(self.pick),
                 float(self.search.memory.walk(pick).max()), tuple(self._differing_terms(pick)),
             )
-            for pick in sorted(others, key=self.model.seconds)[:count]
+            for pick in best
         ]  # fmt: skip
 
     def _groups_of(self, numbers: Iterable[int]) -> list[ValueGroup]:

@@ -28,7 +28,6 @@ from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import (
     CROSSED,
     ENOUGH,
-    MARGIN,
     PAIRS,
     SWEEPS,
     NarrowedModel,
@@ -38,7 +37,7 @@ from meshc.passes.planner.narrow_options import (
     options_by_class,
 )
 from meshc.passes.planner.relaxation import BRANCHES, GAP, Allowance
-from meshc.passes.planner.search_space import Floats
+from meshc.passes.planner.search_space import MARGIN, Floats
 from meshc.report.tables import bytes_text
 
 START: Final = 1e-13

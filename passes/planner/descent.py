@@ -16,13 +16,10 @@ import numpy as np
 from meshc.passes.planner.cost_model import Leg, Pick
 from meshc.passes.planner.dual_ascent import Edge, Side
 from meshc.passes.planner.lagrangian import Lagrangian
-from meshc.passes.planner.search_space import Floats, Numbers
+from meshc.passes.planner.search_space import MARGIN, Floats, Numbers
 
-ROUNDS: Final = 50
 OPEN: Final = -1
 """In place of an option: the class is not decided."""
-BETTER: Final = 1e-12
-"""Seconds by which another option of a class must be better."""
 
 
 class Descent:
@@ -50,19 +47,21 @@ class Descent:
         return tuple(pick)
 
     def improve(self, start: Sequence[int], fixed: int | None = None) -> Pick:
-        """The choice `start`, improved; around the class `fixed`, if given, which keeps its option."""
-        pick = list(start)
+        """The choice `start`, improved; around the class `fixed`, if given, which keeps its option. (Costs where memory has a price are not
+        exact: a choice that comes again is the end.)"""
+        pick, seen = list(start), {tuple(start)}
         waiting = dict.fromkeys(range(len(pick)) if fixed is None else self._neighbours(fixed))
-        for _ in range(ROUNDS * len(pick)):
-            if not waiting:
-                break
+        while waiting:
             number = next(iter(waiting))
             del waiting[number]
             costs = self.costs(number, pick)
             best = int(costs.argmin())
             now = np.flatnonzero(self.left[number] == pick[number])
-            if not len(now) or costs[best] < costs[now[0]] - BETTER:
+            if not len(now) or costs[best] * (1 + MARGIN) < costs[now[0]]:
                 pick[number] = int(self.left[number][best])
+                if tuple(pick) in seen:
+                    break
+                seen.add(tuple(pick))
                 waiting.update(dict.fromkeys(other for other in self._neighbours(number) if other != fixed))
         return tuple(pick)
 

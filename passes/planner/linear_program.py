@@ -14,6 +14,8 @@ else:
 
 ITERATIONS: Final = 20
 """Most iterations of each method, for each row and column: one without an answer by then cycles."""
+EXACT: Final = 1e-6
+"""HiGHS's own tolerance of whole numbers: what is nearer to one, or to a bound, is no other."""
 ANSWERED, INFEASIBLE = 0, 2
 WAYS: Final[tuple[dict[str, Any], ...]] = (
     {"method": "highs"},

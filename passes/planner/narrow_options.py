@@ -24,8 +24,9 @@ from meshc.passes.planner.cost_model import Pick
 from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.dual_ascent import Charges, DualAscent
 from meshc.passes.planner.lagrangian import Lagrangian
-from meshc.passes.planner.relaxation import SHARE, ProgramColumns
-from meshc.passes.planner.search_space import Floats, Numbers
+from meshc.passes.planner.linear_program import EXACT
+from meshc.passes.planner.relaxation import ProgramColumns
+from meshc.passes.planner.search_space import MARGIN, Floats, Numbers
 
 ROUNDS: Final = 12
 """Most rounds of sweeps, most linear programs after them, and most sweeps after each program. (Four sweeps after a program take 0.6 of what
@@ -34,8 +35,6 @@ SWEEPS: Final = 4
 """Sweeps of each round."""
 STALLED: Final = 0.1
 """Part of the gap that a round must take for another to follow."""
-CLOSE: Final = 1e-6
-"""Relative gap that counts as none."""
 PAIRS: Final = 10_000
 """Most pairs of forms in a linear program, or in branch and bound: those of least cost, or all that are left. (For branch and bound of CLIP
 on three axes twenty thousand found nothing better.)"""
@@ -48,8 +47,6 @@ another to follow. (With twice as much CLIP on three axes takes a quarter less t
 up to 0.84 % that are none.)"""
 CROSSED: Final = 6
 """Best known choices with options open to branch and bound."""
-MARGIN: Final = 1e-9
-"""Relative margin, above the error of sums of floating-point numbers."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def narrow_options(
         picks |= {pick: weighed.seconds(pick) for pick in decode_choices(ascent)}
         best = min(picks.values())
         before, bound = bound, max(bound, min(best, ascent.lower_bound))
-        if bound - before < STALLED * (best - before) or best - bound <= CLOSE * abs(best) or count_pairs(ascent, best) <= PAIRS:
+        if bound - before < STALLED * (best - before) or best - bound <= EXACT * abs(best) or count_pairs(ascent, best) <= PAIRS:
             break
         ascent = DualAscent(weighed, [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)], ascent)
     pick = min(picks, key=lambda one: (picks[one], one))
@@ -117,7 +114,7 @@ def close_gap(found: NarrowedModel) -> NarrowedModel:
     weighed, reach, known = found.ascent.weighed, REACH, {found.pick: found.seconds}
     crossed: list[set[int]] = []
     for _ in range(ROUNDS):
-        if found.gap <= CLOSE:
+        if found.gap <= EXACT:
             break
         last = found.gap <= ENOUGH
         columns, everything = columns_of(found.ascent, found.seconds, options_by_class([found.pick], found.ascent), most=PAIRS, reach=reach)
@@ -175,7 +172,7 @@ def _branch_among_choices(found: NarrowedModel, kept: Sequence[Collection[int]])
 
 def mixed_options(columns: ProgramColumns, shares: Sequence[Floats], kept: Sequence[Collection[int]]) -> list[set[int]]:
     """By class: options in `kept`, and those of which a relaxation takes a share."""
-    return [{*row[share > SHARE].tolist(), *of_class} for row, share, of_class in zip(columns.left, shares, kept, strict=True)]
+    return [{*row[share > EXACT].tolist(), *of_class} for row, share, of_class in zip(columns.left, shares, kept, strict=True)]
 
 
 def columns_of(

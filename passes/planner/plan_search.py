@@ -33,19 +33,17 @@ from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.fold import DecisionClasses
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
-from meshc.passes.planner.narrow_options import MARGIN, NarrowedModel, close_gap, narrow_options
+from meshc.passes.planner.narrow_options import NarrowedModel, close_gap, narrow_options
 from meshc.passes.planner.overlap_clock import overlapped_seconds
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.reshard_prices import ReshardPrices
-from meshc.passes.planner.search_space import Axes, Decision, Key, Option, SearchSpace
+from meshc.passes.planner.search_space import MARGIN, Axes, Decision, Key, Option, SearchSpace
 from meshc.passes.planner.tile_prices import OperatorPrices
 from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.recipes import by_role
 
 ALL_OF: Final = 3
 """Most axes for which all options are listed; for more, options are those around a plan, then around the best choice found."""
-STEPS: Final = 6
-"""Most such rounds. (Within a budget each has one small linear program, and only the search after them has all.)"""
 ANSWERS: Final = 8
 """Most choices that a search within a budget returns."""
 
@@ -133,13 +131,10 @@ class PlanSearch:
         self.weighed = Lagrangian(self.model, self.memory)
 
     def _refine_options(self, best: Callable[[], Pick]) -> None:
-        """Lists the options around the best choice, until the best choice stays the same."""
-        before = None
-        for _ in range(STEPS):
-            found = self._options(best())
-            if found == before:
-                break
-            before = found
+        """Lists the options around the best choice, until one comes again."""
+        seen: list[dict[Key, Option]] = []
+        while (found := self._options(best())) not in seen:
+            seen.append(found)
             self._survey(lambda decision: found[decision.key])  # noqa: B023
 
     def find_choices(self, budget: float | None = None) -> list[FoundChoice]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from meshc.lazy_module import LazyModule
 from meshc.passes.planner.cost_model import CostModel, Leg, Pick, ValueGroup
 from meshc.passes.planner.dual_ascent import Charges
-from meshc.passes.planner.linear_program import UnsolvedProgram, solve_program
+from meshc.passes.planner.linear_program import EXACT, UnsolvedProgram, solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.search_space import Floats, Numbers
 
@@ -42,8 +42,6 @@ GAP: Final = 1e-3
 BRANCHES: Final = 10
 """Linear programs of the same size that a run of branch and bound counts for, with memory and nodes to spare: 3 to 9 s for 1e8 rows times
 columns, of which a linear program takes 1 s at most."""
-SHARE: Final = 1e-6
-"""Tolerance of shares: so much less than 1 is whole, so little is none."""
 
 
 @dataclass
@@ -95,7 +93,7 @@ class Relaxation:
 
     @property
     def is_integral(self) -> bool:
-        return all(part.max() > 1 - SHARE for part in self.shares)
+        return all(part.max() > 1 - EXACT for part in self.shares)
 
 
 Pairs: TypeAlias = tuple[Numbers, Numbers, Numbers]

@@ -33,7 +33,7 @@ Message: TypeAlias = tuple[str, Axes, float]
 Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 """((axes before, axes after) of each slot that changes, partial axes before, partial axes after)"""
 
-WAYS: Final = 3
+WAYS: Final = len(ways("all_reduce", 2, 0.0))
 """Most algorithms of a collective."""
 ROOM: Final = 1 << 62
 """Limit of numbers of pairs of forms."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from meshc.passes.phases.factors import Value
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.intp]
+MARGIN: Final = 1e-9
+"""Relative margin, above the error of sums of floating-point numbers."""
 Axes: TypeAlias = tuple[str, ...]
 Key: TypeAlias = "Node | tuple[str, str]"
 """An operator or placeholder; or ("parameter", name), ("state", name): storage of a parameter, or of its state."""

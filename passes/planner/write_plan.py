@@ -94,8 +94,6 @@ Clauses: TypeAlias = "dict[str, tuple[str, ...]]"
 """By axis: kinds of stored tensors that it splits."""
 KNOWN: Final[tuple[tuple[str, ...], ...]] = ((), STORES[2:], STORES[1:], STORES)
 """No clause, and those of zero1, zero2 and fsdp."""
-ROUNDS: Final = 2
-"""Visits of each axis."""
 
 
 def choose_stores(walked: Propagator, wanted: Storage, axes: Sequence[str], given: Clauses) -> tuple[Clauses, tuple[StoreLine, ...]]:
@@ -111,7 +109,9 @@ def choose_stores(walked: Propagator, wanted: Storage, axes: Sequence[str], give
         ordered = {axis: both[axis] for axis in walked.axes if axis in both}
         return storage_lines(wanted, {key: _stored_sharding(walked, *key, ordered) for key in wanted})
 
-    for _ in range(ROUNDS if len(axes) > 1 else 1):
+    before = None
+    while clauses != before:  # an axis's clause is another one only if there are fewer lines, or as many and fewer kinds
+        before = clauses
         for axis in axes:
             tries = [clauses | {axis: row} for row in KNOWN]
             clauses = min(tries, key=lambda tried: (len(lines(tried)), sum(map(len, tried.values()))))
@@ -129,10 +129,6 @@ def _stored_sharding(walked: Propagator, name: str, kind: str, clauses: Clauses)
 
 SOURCE: Final = "the search"
 """Origin of these entries."""
-RANKS: Final = 4
-"""Most ranks of an entry read off choices."""
-EACH: Final = 3
-"""Most members of a class of equal operators that are compared."""
 REGIONS: Final = (None, "attention", "products")
 UNNAMED: Final = re.compile(r"f\d+")
 """Factors without a name of their own, with numbers that depend on the layers."""
@@ -155,11 +151,8 @@ def choose_entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEn
 
 
 def _sample_operators(placed: PlacedModel) -> dict[Node, str]:
-    """Operator -> name of its class of equal operators, for a few members of each class."""
-    members: dict[str, list[Node]] = {}
-    for name, instance in named_operators(placed).items():
-        members.setdefault(operator_of_layers(name), []).append(instance.node)
-    return {node: group for group, nodes in members.items() for node in (*nodes[: EACH - 1], nodes[-1])}
+    """Operator -> name of its class of equal operators."""
+    return {instance.node: operator_of_layers(name) for name, instance in named_operators(placed).items()}
 
 
 def _best(entries: Sequence[AxisEntry], rows: Sequence[EntryRow], groups: dict[Node, str]) -> AxisEntry:
@@ -209,7 +202,7 @@ def _read_off(placed: PlacedModel, rows: Sequence[EntryRow]) -> list[FactorTerm]
         offered = frozenset(name(instance, token) for token in row.offered)
         left.append(_OperatorOffer(row.node, offered, None if row.taken is None else name(instance, row.taken)))
     found: list[FactorTerm] = []
-    while len(found) < RANKS:
+    while True:
         terms = [
             FactorTerm(factor, region) for factor in sorted({one.taken for one in left if one.taken is not None}) for region in REGIONS
         ]

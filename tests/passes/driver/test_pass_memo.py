@@ -59,8 +59,8 @@ def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monke
         return plain(placed, hook)
 
     monkeypatch.setattr(pass_memo, "run_before_recompute", begin)
-    for most in (compile_program.REFUSED, 1):
-        monkeypatch.setattr(compile_program, "REFUSED", most)
+    for most in (None, 1):
+        monkeypatch.setattr(compile_program, "PassMemo", lambda _=1, most=most: pass_memo.PassMemo(most))
         counts.append(0)
         said.append(refusal(64, 256, memory_budget=230_000))
     assert said[0] == said[1] and counts[0] < counts[1], (said, counts)

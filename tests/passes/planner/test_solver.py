@@ -156,7 +156,7 @@ def test_programs_of_all_questions_together_keep_the_allowance(monkeypatch: pyte
 def test_a_program_that_nothing_answers_ends_a_search_with_what_is_known(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, memory = drawn(seed)
     monkeypatch.setattr("meshc.passes.planner.linear_program.ITERATIONS", 0)
-    monkeypatch.setattr(narrowing, "CLOSE", -1.0)
+    monkeypatch.setattr(narrowing, "EXACT", -1.0)
     found = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     assert found.bound <= best(model) + CLOSE <= found.seconds + 2 * CLOSE
 
