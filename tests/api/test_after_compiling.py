@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ def rate_of_zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def rate_in_a_tensor(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, dtype=torch.float64)
 
 
 def deep_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -56,23 +57,130 @@ def evaluation_and_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     model.eval()
 
 
-@pytest.mark.parametrize("change", [freeze, rate_of_zero, rate_in_a_tensor, deep_copy, evaluation_and_back])
-def test_what_is_changed_between_steps_counts_as_on_one_device(change: Callable[..., None], mesh: DeviceMesh) -> None:
-    model, optimizer = parts()
-    twin, plain = parts()
+def slot_of(optimizer: torch.optim.Optimizer) -> tuple[nn.Parameter, str]:
+    """A parameter, and the name of what its optimizer keeps of it in its shape."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    return parameter, next(name for name in ("exp_avg", "momentum_buffer") if name in optimizer.state[parameter])
+
+
+def state_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter, name = slot_of(optimizer)
+    optimizer.state[parameter][name].mul_(-3)
+
+
+def state_replaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter, name = slot_of(optimizer)
+    optimizer.state[parameter][name] = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+
+
+def state_of_a_parameter_replaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter, name = slot_of(optimizer)
+    optimizer.state[parameter] = {**optimizer.state[parameter], name: torch.full(parameter.shape, 0.25, dtype=parameter.dtype)}
+
+
+def state_of_all_replaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameter, name = slot_of(optimizer)
+    other = defaultdict(dict, {key: dict(entry) for key, entry in optimizer.state.items()})
+    other[parameter][name] = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+    optimizer.state = other
+
+
+def state_swapped_between_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    _, name = slot_of(optimizer)
+    one, other = [parameter for parameter in optimizer.param_groups[0]["params"] if parameter.shape == (5, 5)]
+    state = optimizer.state
+    state[one][name], state[other][name] = state[other][name].clone(), state[one][name].clone()
+
+
+def state_of_a_parameter_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[slot_of(optimizer)[0]]
+
+
+def state_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def state_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        for value in entry.values():
+            value.mul_(3) if isinstance(value, torch.Tensor) and value.dim() else None
+    optimizer.load_state_dict(state)
+
+
+def values_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[index]
+
+
+def values_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: torch.full(value.shape, 0.1, dtype=value.dtype) for name, value in model.state_dict().items()})
+
+
+def values_of_a_buffer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[1].factor.mul_(2)  # type: ignore[index]
+
+
+def another_buffer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[1].factor = torch.tensor(3.0, dtype=torch.float64)  # type: ignore[index]
+
+
+def state_replaced_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state_replaced(model, optimizer)
+    state_of_all_replaced(model, optimizer)
+
+
+class Scaled(nn.Module):
+    factor: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def deep_parts(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), Scaled(), nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Linear(5, 3)).eval().double()
+    if kind == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+OF_STATE = (
+    state_in_place, state_replaced, state_of_a_parameter_replaced, state_of_all_replaced, state_swapped_between_parameters,
+    state_of_a_parameter_gone, state_gone, state_loaded, state_replaced_twice,
+)  # fmt: skip
+OF_MODEL = (
+    freeze, rate_of_zero, rate_in_a_tensor, deep_copy, evaluation_and_back, values_in_place, values_loaded, values_of_a_buffer,
+    another_buffer,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("change", [*OF_STATE, *OF_MODEL])
+def test_what_is_changed_between_steps_counts_as_on_one_device(change: Callable[..., None], kind: str, mesh: DeviceMesh) -> None:
+    """Changed before the second step, and again before the fourth: steps between them find all as they left it."""
+    (model, optimizer), x, y = deep_parts(kind), X.double(), Y.double()
+    twin, plain = deep_parts(kind)
     program = meshc.compile(meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss), mesh)
-    for number in range(3):
-        if number == 1:
+    for number in range(5):
+        if number in (1, 3):
             change(model, optimizer)
             change(twin, plain)
         plain.zero_grad()
-        wanted = F.mse_loss(twin(X), Y)
+        wanted = F.mse_loss(twin(x), y)
         wanted.backward()
         plain.step()
-        torch.testing.assert_close(program(X, target=Y), wanted.detach())
+        torch.testing.assert_close(program(x, target=y), wanted.detach())
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert isinstance(mine, DTensor)
         torch.testing.assert_close(mine.to_local(), theirs)
+        for name, value in plain.state[theirs].items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                torch.testing.assert_close(optimizer.state[mine][name].to_local(), value)
 
 
 @pytest.mark.parametrize("plan", ["dp: batch", "dp: auto"])
