@@ -27,6 +27,7 @@ from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_of
+from meshc.optimizer.optimizer_set import Optimizers
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.lower.exposed_copies import EXPOSED
 from meshc.passes.phases.request import Request
@@ -85,6 +86,7 @@ class AdmittedCall(NamedTuple):
     key        of its compilation
     tensors    what this rank has passed
     state      one object as long as the module is as it is
+    optimizers  of a training step those that step now
     dealt      how such parts become tiles; None where they are tiles
     cached     what it was before, if it has a cache, or is an encoder's
     """
@@ -94,6 +96,7 @@ class AdmittedCall(NamedTuple):
     key: CompilationKey
     tensors: list[torch.Tensor]
     state: ModuleState
+    optimizers: Optimizers | None
     dealt: UnevenBatch | None
     cached: cached_calls.PaddedCall | None
 
@@ -169,12 +172,13 @@ class Compilations:
             given = given if cached is None else (cached.args, cached.kwargs)
             leaves, form = asked.forms.of(given)
             state = asked.state
-            context = asked.context_key(state, self.spec)
+            optimizers = asked.step.optimizers if asked.step else None
+            context = asked.context_key(state, self.spec, optimizers)
             known = None if form is None else form.keys.get(context)
             arguments = partial(asked.by_name, given)
             if known is not None and not self._tells_rows:
                 key = self.value_keys.key(known.base, self.kept)
-                return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, None, cached)
+                return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, optimizers, None, cached)
             own = arguments() if known is None else asked.in_order(given)
         counts = self._counts(own) if self._tells_rows else None
         whole = own if counts is None else batch_parts.whole(asked, own, counts)
@@ -188,7 +192,8 @@ class Compilations:
                     form.keys[context] = known
             tensors = [leaf for leaf in trees.leaves(own) if isinstance(leaf, torch.Tensor)]
             key = self.value_keys.key(known.base, self.kept)
-            return AdmittedCall(lambda: whole, known, key, tensors, state, None if counts is None else self._dealt(counts), cached)
+            dealt = None if counts is None else self._dealt(counts)
+            return AdmittedCall(lambda: whole, known, key, tensors, state, optimizers, dealt, cached)
 
     @property
     def _tells_rows(self) -> bool:

@@ -33,6 +33,7 @@ from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.optimizer.optimizer_set import Optimizers
 from meshc.options import Options, Training, refuse_others, refuse_with
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.recipes import PlanLike, resolve
@@ -72,8 +73,8 @@ class CompilationKey:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CompilationKey):
             return NotImplemented
-        mine, theirs = ((one.inputs, one.module, one.optimizer, one.values) for one in (self, other))
-        return self is other or (self._hash == other._hash and mine == theirs)
+        mine, theirs = ((one._hash, one.inputs, one.module, one.optimizer, one.values) for one in (self, other))
+        return mine == theirs
 
 
 @dataclass(eq=False)
@@ -259,9 +260,9 @@ class CompileArguments:
         """What of the module decides its program now; the same object as before, as long as the same modules and parameters are in it."""
         return self._watch.state()
 
-    def context_key(self, state: ModuleState, spec: OptimizerSpec | None) -> ContextKey:
+    def context_key(self, state: ModuleState, spec: OptimizerSpec | None, optimizers: Optimizers | None) -> ContextKey:
         """What beside its inputs decides the compilation of a call: the module and the modes around it, and the optimizer."""
-        optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
+        optimizer = spec.key_of(optimizers) if spec and optimizers else ()
         return call_keys.module_key(state, self.step is not None or torch.is_grad_enabled()), optimizer
 
     def general_key(self, inputs: Arguments, key: CompilationKey) -> CompilationKey:

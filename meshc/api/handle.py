@@ -32,7 +32,6 @@ from meshc.options import Options
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.runtime.comm.uneven_rows import UnevenBatch
 from meshc.runtime.run.autograd import ForwardCall, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_counts import OptimizerCounts
@@ -204,7 +203,7 @@ class Program:
         with self.world.refusable():
             session.check(tensors, dealt, call.known, call.state)
         self.compilations.compare(call)
-        self.world.begin(self.asked.name)
+        self.world.begin(lambda: self.asked.name)
         if dealt is not None:
             with self.guarded("move rows"):
                 tensors = session.tiles(tensors, dealt)
@@ -215,7 +214,7 @@ class Program:
             if self._trained == 2 and (note := schedule_note(self.asked.data_ranks, session.store.parameter_key)):
                 warn_at_users_line(note)
         if self.step is not None:
-            return self._train(self.step, session, tensors, dealt, own)
+            return self._train(call, session, tensors, own)
         if session.backwards is not None:
             leaves = self._differentiable(session, tensors, own)
         else:
@@ -223,10 +222,9 @@ class Program:
         session.store.step += 1
         return session.build_output(session.parts(leaves, dealt), tensors)
 
-    def _train(
-        self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: UnevenBatch | None, own: Mapping[str, float]
-    ) -> torch.Tensor:
-        optimizers = step.optimizers  # found in wrappers, each time
+    def _train(self, call: AdmittedCall, session: Session, tensors: list[torch.Tensor], own: Mapping[str, float]) -> torch.Tensor:
+        optimizers = call.optimizers
+        assert optimizers is not None
         with self.world.refusable():
             refuse_pre_hooks(optimizers)
         counts = self._counts = self._counts or OptimizerCounts(session.store, optimizers)
@@ -245,7 +243,7 @@ class Program:
                 for hook in behind:
                     hook()
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
-        self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(optimizers)}
+        self.metrics = {"loss": loss, **with_loads(session.metrics(env, call.dealt)), "lr": rates(optimizers)}
         return loss
 
     def accumulate(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -271,11 +269,10 @@ class Program:
         return loss
 
     def _differentiable(self, session: Session, tensors: list[torch.Tensor], own: Mapping[str, float]) -> Sequence[torch.Tensor]:
-        live = [session.store.live_of(port.key) for port in session.trained]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
         inputs = [port for port, _ in wanting]
         call = ForwardCall(session, inputs, self._scales(session), self._times(inputs), own)
-        leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
+        leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *session.trained_tensors, *[tensor for _, tensor in wanting])
         return leaves
 
     def _scales(self, session: Session) -> dict[str, float | None]:

@@ -76,6 +76,8 @@ class ValueKeys:
 
     def note(self, key: CompilationKey) -> None:
         """Records that a call with this key runs."""
+        if self._last is not None and self._ran.get(self._last) is key.values:
+            return
         for reads in self._all.values():
             if key.values is not None and reads.places is key.values.places:
                 self._last, self._ran[reads] = reads, key.values

@@ -193,7 +193,8 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(examples, **base)
-        held = program.asked.context_key(ModuleWatch(twin).state(), program.compilations.spec)
+        stepping = program.step.optimizers if program.step else None
+        held = program.asked.context_key(ModuleWatch(twin).state(), program.compilations.spec, stepping)
         key, again = (program.general, double, held), _OPEN.get(program)
         if again is None or not again.same(key):
             again = Twins(key, request)

@@ -81,9 +81,10 @@ class World:
         """The result of `work` on rank 0, on every rank; an error of rank 0 is raised on all."""
         return from_rank_0(self.board, work)
 
-    def begin(self, what: str) -> None:
-        """Marks that this rank starts to communicate: a rank that refuses the call then sees that only it did."""
+    def begin(self, name_of: Callable[[], str]) -> None:
+        """Marks that this rank starts to communicate: a rank that refuses the call then sees that only it did. name_of: what is called."""
         if self.board is not None:
+            what = name_of()
             self.board.begin(what, f"{what} (meshc.compile {self._number})")
 
     def agree(self, what: str, mine: dict[str, str], **how: Any) -> None:

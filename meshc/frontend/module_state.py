@@ -19,6 +19,7 @@ from torch import nn
 
 from meshc.frontend.libraries import STATE
 from meshc.frontend.traced_code import name_of
+from meshc.ir.forms import PLAIN
 
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 SIZES: Final = frozenset(
@@ -69,6 +70,14 @@ def _names(kind: type) -> tuple[str, ...]:
         names |= dict.fromkeys(STATE.get(name_of(owner), ()))
     _NAMES[kind] = found = tuple(name for name in names if name not in SIZES)
     return found
+
+
+def plain_settings(module: nn.Module) -> dict[str, object] | None:
+    """The attributes that count for a module where its state is its mode and these, and all are plain values; None for another."""
+    held, names = vars(module), _names(type(module))
+    found = {name: held.get(name) for name in names}
+    alone = len(state_of(module)) == 1 + len(names) and all(type(value) in PLAIN for value in found.values())
+    return found if alone else None
 
 
 def _plain(value: object) -> Hashable:

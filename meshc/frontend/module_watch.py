@@ -15,10 +15,11 @@ from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from meshc.frontend.gradient_hooks import hooks_of
-from meshc.frontend.module_state import HOOKS, state_of
+from meshc.frontend.module_state import HOOKS, plain_settings, state_of
 
 Held = dict[str, Any]
 """A module's `__dict__`."""
@@ -26,7 +27,7 @@ Held = dict[str, Any]
 _looked_at: Final = itemgetter("training", "_modules", "_parameters", *HOOKS)
 """A module's mode and dicts."""
 _DICTS: Final = 2 + len(HOOKS)
-_takes: Final = attrgetter("requires_grad")
+_takes, _backward, _accumulated = map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 class ModuleState:
@@ -36,7 +37,7 @@ class ModuleState:
     __slots__ = ("__weakref__", "_hash", "modules", "parameters")
 
     def __init__(self, modules: tuple[Hashable, ...], parameters: tuple[Hashable, ...]) -> None:
-        """modules: `state_of` each module; parameters: for each, whether it requires a gradient, and its hooks."""
+        """modules: `state_of` each module; parameters: whether they require gradients, and hooks on those."""
         self.modules, self.parameters = modules, parameters
         self._hash = hash((modules, parameters))
 
@@ -56,12 +57,12 @@ class ModuleWatch:
         self.module = module
         self._state: ModuleState | None = None
         self._places = _ModuleSnapshot([])
+        self._settings: list[tuple[Held, str, object]] = []
+        """Of modules with plain settings beside their mode, each setting."""
         self._others: list[tuple[nn.Module, tuple[Hashable, ...]]] = []
-        """Modules with more state than their mode."""
+        """Modules with other state."""
         self._tensors: list[Tensor] = []
-        self._takes: list[bool] = []
-        self._hooked: list[tuple[Tensor, Hashable]] = []
-        """Parameters that require gradients or have hooks, and the hooks."""
+        self._gradients: tuple[Hashable, ...] = ()
 
     def state(self) -> ModuleState:
         """The state now: the object returned before if nothing has changed, with the same modules and parameters under the same names."""
@@ -70,24 +71,24 @@ class ModuleWatch:
         return self._state
 
     def _holds(self) -> bool:
+        gradients = self._places.hold() and _gradients(self._tensors)
         return (
-            self._places.hold()
-            and list(map(_takes, self._tensors)) == self._takes
-            and all(_hooks(parameter) == hooks for parameter, hooks in self._hooked)
-            and all(state_of(module) == then for module, then in self._others)
+            gradients == self._gradients
+            and all([held.get(name) is then for held, name, then in self._settings])
+            and all([state_of(module) == then for module, then in self._others])
         )
 
     def _look(self) -> ModuleState:
         modules = list(self.module.modules())
         self._places = _ModuleSnapshot([vars(module) for module in modules])
         states = [(module, state_of(module)) for module in modules]
-        self._others = [row for row in states if len(row[1]) > 1]
+        plain = [plain_settings(module) for module in modules]
+        self._settings = [(vars(module), *row) for module, found in zip(modules, plain, strict=True) for row in (found or {}).items()]
+        self._others = [row for row, found in zip(states, plain, strict=True) if found is None]
         found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
         self._tensors = list(found.values())
-        self._takes = [one.requires_grad for one in self._tensors]
-        rows = list(zip(self._takes, map(_hooks, self._tensors), strict=True))
-        self._hooked = [(one, row[1]) for one, row in zip(self._tensors, rows, strict=True) if any(row)]
-        return ModuleState(tuple(state for _, state in states), tuple(rows))
+        self._gradients = _gradients(self._tensors)
+        return ModuleState(tuple(state for _, state in states), self._gradients)
 
 
 class _ModuleSnapshot:
@@ -97,9 +98,10 @@ class _ModuleSnapshot:
     def __init__(self, held: Sequence[Held]) -> None:
         self._held = held
         self._then: list[Any] = list(chain.from_iterable(map(_looked_at, held)))
-        self._dicts: list[dict[str, object]] = [one for at, one in enumerate(self._then) if at % (1 + _DICTS)]
-        self._sizes = list(map(len, self._dicts))
-        self._full = [one for at, one in enumerate(self._dicts) if one and at % _DICTS < 2]
+        dicts: list[dict[str, object]] = [one for at, one in enumerate(self._then) if at % (1 + _DICTS)]
+        self._empty, self._filled = [one for one in dicts if not one], [one for one in dicts if one]
+        self._sizes = list(map(len, self._filled))
+        self._full = [one for at, one in enumerate(dicts) if one and at % _DICTS < 2]
         self._names = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
         self._forwards = ["forward" in one for one in held]
@@ -108,16 +110,18 @@ class _ModuleSnapshot:
         """Whether all is unchanged, and no module has got a forward of its own."""
         return (
             all(map(is_, chain.from_iterable(map(_looked_at, self._held)), self._then))
-            and list(map(len, self._dicts)) == self._sizes
+            and not any(self._empty)
+            and list(map(len, self._filled)) == self._sizes
             and list(chain.from_iterable(self._full)) == self._names
             and all(map(is_, chain.from_iterable(map(dict.values, self._full)), self._values))
             and list(map(dict.__contains__, self._held, repeat("forward"))) == self._forwards
         )
 
 
-def _hooks(parameter: Tensor) -> Hashable:
-    """The numbers of the hooks on a parameter's gradient."""
-    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-        return None
-    hooks = hooks_of(parameter)
-    return hooks and hooks.numbers
+def _gradients(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """Of each parameter whether it requires a gradient; if any has hooks on that, of each the numbers of its own."""
+    with torch._C.DisableTorchFunctionSubclass():  # attributes of a DTensor are read in a third of the time
+        takes = tuple(map(_takes, parameters))
+        if not (any(map(_backward, parameters)) or any(map(_accumulated, parameters))):
+            return takes
+        return takes, tuple(found and found.numbers for found in map(hooks_of, parameters))

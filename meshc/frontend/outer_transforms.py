@@ -19,26 +19,27 @@ from meshc.private import FakeTensor
 _INSIDE: Final = "what to do: apply it to a function of the plain model, and compile that function: meshc.compile(function, mesh, ...)"
 _PLAIN: Final = "what to do: give it the module as it was before meshc.compile; {instead}"
 
+
+def _is_proxy_tracing() -> bool:
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracer is not None and tracer.get_proxy_mode() is not None
+
+
 AROUND: Final[tuple[tuple[Callable[[], bool], str, str], ...]] = (
     (
-        lambda: torch.compiler.is_dynamo_compiling(),
+        torch.compiler.is_dynamo_compiling,
         "torch.compile",
         'what to do: leave torch.compile out; a program whose operators are compiled by it is meshc.compile(..., backend="inductor")',
     ),
     (lambda: torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func (grad, vmap, jvp, ...)", _INSIDE),
     (
-        lambda: _is_proxy_tracing(),
+        _is_proxy_tracing,
         "a trace of operators (torch.export, make_fx)",
         _PLAIN.format(instead="print(program) shows the program's own"),
     ),
-    (lambda: torch.jit.is_tracing(), "torch.jit.trace", _PLAIN.format(instead="program.save(path) stores the program")),
+    (torch.jit.is_tracing, "torch.jit.trace", _PLAIN.format(instead="program.save(path) stores the program")),
 )
 """(whether the transform is around the call, its name, what to do)."""
-
-
-def _is_proxy_tracing() -> bool:
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def refuse_around(given: Iterable[object]) -> None:

@@ -455,14 +455,14 @@ class _IdentityCheck:
         rows = [(get, held, list(names.items())) for (get, _), (held, names) in self._names.items()]
         self.count = len(self._equal) + sum(len(names) for _, _, names in rows)
         rows = [(get, held, names * (2 if len(names) == 1 else 1)) for get, held, names in rows]  # a getter of tuples
-        self._held = [held for _, held, _ in rows]
-        self._getters: list[Callable[[Any], Any]] = [get(*(name for name, _ in names)) for get, _, names in rows]
+        self._getters: list[tuple[Callable[[Any], Any], Any]] = [(get(*(name for name, _ in names)), held) for get, held, names in rows]
         self._then = [value for _, _, names in rows for _, value in names]
         self._reads, self._values = [read for read, _ in self._equal.values()], [value for _, value in self._equal.values()]
 
     def holds(self) -> bool:
         try:
-            same = all(map(is_, chain.from_iterable(map(_call, self._getters, self._held)), self._then))
+            now = [get(held) for get, held in self._getters]
+            same = all(map(is_, chain.from_iterable(now), self._then))
             return same and [read() for read in self._reads] == self._values
         except (LookupError, AttributeError):
             return False
@@ -470,7 +470,3 @@ class _IdentityCheck:
 
 def _first_keys(held: Any, many: int | None) -> tuple[Any, ...]:
     return tuple(islice(held, many))
-
-
-def _call(get: Callable[[Any], Any], held: Any) -> Any:
-    return get(held)

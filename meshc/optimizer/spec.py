@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -291,12 +292,14 @@ def _original_function(function: Function) -> Function:
 
 
 def _follows(optimizer: Optimizer, base: type[Optimizer]) -> bool:
-    kind = type(optimizer)
-    return (
-        isinstance(optimizer, base)
-        and _original_function(kind.step) is _original_function(base.step)
-        and _original_function(kind._init_group) is _original_function(base._init_group)  # type: ignore[attr-defined]
-    )
+    kind: Any = type(optimizer)
+    own: Any = base
+    return isinstance(optimizer, base) and _are_equal(kind.step, own.step) and _are_equal(kind._init_group, own._init_group)
+
+
+@lru_cache
+def _are_equal(one: Function, other: Function) -> bool:
+    return _original_function(one) is _original_function(other)
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, TypeAlias, TypedDict
 
 import torch
@@ -47,7 +48,7 @@ class Port:
     requires_grad: bool = False
     storage: Storage = "device"
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Unique within the program: values of one kind have distinct names."""
         return key_of(self.kind, self.name)

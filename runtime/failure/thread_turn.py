@@ -24,7 +24,7 @@ class ThreadTurn:
     def __init__(self, refused: Callable[[StateError], None] | None = None) -> None:
         self._lock = threading.RLock()
         self._refused = refused
-        self._holder = ("", "")
+        self._holder: tuple[int | None, str] = (None, "")
 
     def take(self, what: str) -> None:
         if not self._lock.acquire(blocking=False):
@@ -32,7 +32,7 @@ class ThreadTurn:
             if self._refused is not None:
                 self._refused(error)
             raise error
-        self._holder = (threading.current_thread().name, what)
+        self._holder = threading.get_ident(), what
 
     def give(self) -> None:
         self._lock.release()
@@ -41,7 +41,8 @@ class ThreadTurn:
         return _TurnHolder(self, what)
 
     def _refusal(self, what: str) -> StateError:
-        name, doing = self._holder
+        holder, doing = self._holder
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == holder), "another thread")
         return StateError(
             f"two threads use meshc at once: {name} is in {doing}, and {threading.current_thread().name} came to {what}\n"
             "  why: ranks send and receive in one order, and a program works in buffers of its own\n"

@@ -6,8 +6,7 @@ A call saves what the backward from all outputs reads, so that the forward progr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,21 +14,18 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError, join_names
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import BACKWARD, Session
-from meshc.runtime.state.store import Store
-from meshc.runtime.state.stored_tensor import copy_if_shared, memory_of
-
-_version: Final = attrgetter("_version")
+from meshc.runtime.state.stored_tensor import StoredTensor, copy_if_shared, memories_of, memory_of, versions_of
 
 
 class _WriteTracker:
     """Version counters of a call's parameters and inputs, to find writes by users. All counters are compared as one list, the only
     cost when nothing has changed."""
 
-    def __init__(self, given: Mapping[str, torch.Tensor], store: Store) -> None:
-        """given: tensors by key; torch keeps no version of inference tensors, so they are left out."""
+    def __init__(self, given: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
+        """given: tensors by key, and those of them that are stored; torch keeps no version of inference tensors, so they are left out."""
         self._values = {key: value for key, value in given.items() if not value.is_inference()}
-        found = ((key, store.find(key)) for key in given)
-        self._held = {key: held for key, held in found if held is not None and held.shared}
+        self._held = {key: held for key, held in stored.items() if held.shared}
+        self._lives = [held.live for held in self._held.values()]
         self._then = self._versions()
 
     def written_keys(self) -> set[str]:
@@ -41,9 +37,8 @@ class _WriteTracker:
         return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
 
     def _versions(self) -> list[int]:
-        lives = [held.live for held in self._held.values()]
-        parts = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
-        return [*map(_version, self._values.values()), *map(_version, lives), *map(_version, parts)]
+        parts = [live._local_tensor if isinstance(live, DTensor) else live for live in self._lives]
+        return versions_of([*self._values.values(), *self._lives, *parts])
 
 
 class ForwardCall:
@@ -63,9 +58,9 @@ class ForwardCall:
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
         self.saved, self._began = saved, began
-        self.memory = {memory_of(value) for value in saved.values()}
+        self.memory = set(memories_of(saved.values()))
         """Storage addresses of the saved values."""
-        self._given = _WriteTracker(given, self.session.store)
+        self._given = _WriteTracker(given, self.session.held_of_users)
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, scaled; None if there is none."""
@@ -94,7 +89,8 @@ class ProgramFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
         given = {key: env[key] for key in session.of_users if key in env}
-        began = {memory_of(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
+        new = {key: value for key, value in env.items() if key not in session.kept_keys}
+        began = session.kept_memory | dict(zip(memories_of(new.values()), new, strict=True))
         with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)

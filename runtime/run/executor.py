@@ -57,11 +57,13 @@ class ScheduledInstruction:
 
     last    keys of values that no later instruction reads
     starts  of a run: collectives that start within it
+    text    as messages name it
     """
 
     step: Instruction
     last: frozenset[str]
     starts: list[EarlyStart]
+    text: str
 
 
 def _load_stage(stage: Stage, run: RunStage) -> LoadedStage:
@@ -121,7 +123,7 @@ class Executor:
                 continue
             if step.op == "run":
                 starts = []
-            found.append(ScheduledInstruction(step, last, starts if step.op == "run" else []))
+            found.append(ScheduledInstruction(step, last, starts if step.op == "run" else [], instruction_text(step)))
         return found
 
     def _here(self, instruction: str) -> None:
@@ -136,23 +138,23 @@ class Executor:
             self.channels.begin()
         with self.record_call(step):
             for play in self.plays:
-                with self.failure_guard(step, instruction_text(play.step)):
+                with self.failure_guard(step, play.text):
                     self.perform(play.step, env, play.last, sum_listener(play.starts, env) if play.starts else None)
             if self.channels is not None:
                 with self.failure_guard(step, "recv what the last stages have sent"):
                     self.channels.finish(env)
         return env
 
-    @contextmanager
-    def record_call(self, step: int) -> Iterator[None]:
+    def record_call(self, step: int) -> AbstractContextManager[None]:
         """A context for a call, at whose end the ranks write their trace, if MESHC_TRACE is set."""
-        if self.recorder is None:
-            yield
-            return
-        with self.recorder.call():
+        return nullcontext() if self.recorder is None else self._write_trace(self.recorder, step)
+
+    @contextmanager
+    def _write_trace(self, recorder: TraceRecorder, step: int) -> Iterator[None]:
+        with recorder.call():
             yield
         with self.failure_guard(step, "write the trace"):
-            self.recorder.collect()
+            recorder.collect()
 
     def record_instruction(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
         """A context that records one instruction, whose inputs `arrived` were waited for."""

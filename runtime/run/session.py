@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from meshc.runtime.run.duplicate_batches import DuplicateBatchCheck
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.state.changes import is_rare_turn
 from meshc.runtime.state.store import Store
+from meshc.runtime.state.stored_tensor import memories_of
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -131,6 +132,8 @@ class Session:
         self.inputs = [port for port in program.inputs if port.kind == "input"]
         self.results = [port for port in program.outputs if port.kind == "output"]
         self.trained = [port for port in program.inputs if port.kind == "parameter" and port.requires_grad]
+        self.trained_tensors = [store.live_of(port.key) for port in self.trained]
+        self._metrics = [port for port in program.outputs if port.kind == "metric"]
         self.tangents = {port.name: port for port in program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in program.outputs if port.kind == "gradient"}
         stored = ("parameter", "buffer", "state")
@@ -138,11 +141,14 @@ class Session:
         self._buffers = {key: store.buffer(key) for key in kept}  # the same tensors for as long as the session lives
         mine = program.mesh.coordinates(dist.get_rank())
         self._owned = [key for key in self._written if program.owns(key, mine)]
+        self._marked = frozenset(held.key for key in self._written if (held := store.find(key)) is not None)
         self.numbers: dict[str, torch.Tensor] = {
             port.key: torch.zeros((), dtype=torch.float64, device=self.device if port.name.split(".")[-1] in ON_DEVICE else "cpu")
             for port in program.inputs
             if port.kind == "number"
         }
+        self._given: dict[str, float] = {}
+        """What `numbers` hold."""
         self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
         takes = self.numbers or self.random is not None
@@ -154,13 +160,26 @@ class Session:
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
         """Keys of tensors that a user may write to."""
-        self._specs: dict[str, Any] = {}
-        """Specs of the DTensors that this program returns, by port; to build one takes longer than the rest of a DTensor."""
+        self.kept_keys = frozenset((*self._buffers, *executor.constants))
+        """Of tensors that stay from call to call."""
+        lasting = executor.constants | dict(sorted(self._buffers.items(), key=lambda row: row[0] in self.of_users))
+        self.kept_memory = dict(zip(memories_of(lasting.values()), lasting, strict=True))
+        """Their keys by the address of their memory; of several in one memory the user's own."""
+        self.held_of_users = {key: held for key in self.of_users if (held := store.find(key)) is not None}
+        self._plain = {
+            port.key
+            for port in program.outputs
+            if port.name not in self.caches and (self.local or port.sharding is None or not port.sharding.split_axes())
+        }
+        """Keys of outputs that are whole on every rank, or the rank's own part of the batch."""
+        self._specs: dict[str, tuple[Any, bool]] = {}
+        """Of the DTensors that this program returns, by port, the spec, which takes longer to build than the rest, and whether the value as
+        it is is this rank's part."""
         self._cached = CachePorts(self.inputs, self.results, self.caches)
         self._stands = False
         """Whether this call has found the model unchanged."""
-        self._fit: WeakSet[object] = WeakSet()
-        """Of calls whose inputs were checked and fit, what those that look alike have in common."""
+        self._fit: object = None
+        """Of the last call whose inputs were checked and fit, what calls that look alike have in common."""
         self.calls = 0
         self.check_inputs = check_inputs
         self._partners, self._common = _ranks_with_equal_inputs(program), _batchless_inputs(program)
@@ -195,7 +214,10 @@ class Session:
         for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
             values[port.key] = self._input_tile(place, port, tensor)
         for key, tensor in self.numbers.items():
-            tensor.fill_(numbers[name_of(key)])
+            given = numbers[name_of(key)]
+            if given is not self._given.get(key):  # the same float as in the last call is there already
+                tensor.fill_(given)
+                self._given[key] = given
             values[key] = tensor if self.backwards is None else tensor.clone()  # a backward comes after other calls, maybe
         if self.random is not None:
             self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
@@ -251,9 +273,9 @@ class Session:
         likewise."""
         self.store.refuse_unfilled()
         self._stands = self.store.refuse_changed_model(state)
-        if known not in self._fit:
+        if known is not self._fit:
             self._refuse_misfits(tensors, dealt)
-            self._fit.add(known)
+            self._fit = known
 
     def _refuse_misfits(self, tensors: Sequence[object], dealt: UnevenBatch | None) -> None:
         faults = []
@@ -320,8 +342,8 @@ class Session:
 
     def note_written(self) -> None:
         """Marks copies of the buffers that a call has written as out of date."""
-        if self._written:
-            self.store.mark_written(self._written)
+        if self._marked:
+            self.store.mark_written(self._marked)
 
     def leaves(self, env: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The program's outputs, as a list. tensors: the call's inputs; a cache that was written in place is returned as the same
@@ -342,11 +364,10 @@ class Session:
 
     def metrics(self, env: Mapping[str, torch.Tensor], dealt: UnevenBatch | None = None) -> dict[str, torch.Tensor]:
         """Metrics of a step, by name."""
-        ports = [port for port in self.program.outputs if port.kind == "metric"]
-        found = {port.name: self.output(port, env[port.key]) for port in ports}
+        found = {port.name: self.output(port, env[port.key]) for port in self._metrics}
         if dealt is None:
             return found
-        return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in ports}
+        return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in self._metrics}
 
     def build_output(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> object:
         """Output tensors in the model's own structure, or by path if the structure is unknown. tensors: the call's inputs; a cache that
@@ -360,22 +381,23 @@ class Session:
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """A plain tensor if the value is whole on every rank, or the rank's own part of the batch; else a DTensor."""
-        if port.name not in self.caches and (self.local or port.sharding is None or not port.sharding.split_axes()):
-            return value
-        return self._dtensor(port, value)
+        return value if port.key in self._plain else self._dtensor(port, value)
 
     def _dtensor(self, port: Port, value: torch.Tensor) -> DTensor:
         mesh, sharding = self.program.mesh, port.sharding
+        spec, whole = self._specs.get(port.key, (None, False))
+        if whole:
+            return DTensor(value.view_as(value), spec, requires_grad=False)
         assert sharding is not None
-        if layouts.is_aligned(sharding, mesh):
+        aligned = layouts.is_aligned(sharding, mesh)
+        if aligned:
             local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
         else:
             local = self.store.transfers.to_chunk(value, sharding)
-        spec = self._specs.get(port.key)
         if spec is not None:
             return DTensor(local.view_as(local), spec, requires_grad=False)
         made = layouts.dtensor_of(local, mesh.device_mesh, layouts.torch_placements(sharding, mesh), port.shape)
-        self._specs[port.key] = made._spec
+        self._specs[port.key] = made._spec, aligned and local.shape == value.shape
         return made
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:

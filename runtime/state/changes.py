@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -35,7 +34,7 @@ from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.failure.failed_rank import FailureBoard, current_board
 from meshc.runtime.failure.step_numbers import CHANGES, NOT_THERE, Difference
 from meshc.runtime.state import random_draws, replicas
-from meshc.runtime.state.stored_tensor import StoredTensor
+from meshc.runtime.state.stored_tensor import StoredTensor, versions_of
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -57,8 +56,6 @@ _STORES: Final = itertools.count()
 """Numbers of stores; all ranks build stores in one order."""
 
 Version = tuple[int, ...]
-
-_version = attrgetter("_version")
 
 
 class Changes:
@@ -106,7 +103,7 @@ class Changes:
     def look(self, replaced: Iterable[StoredTensor] = ()) -> None:
         """Finds changes since `record`. replaced: stored tensors that were replaced in the model."""
         self._list()
-        lives, parts = list(map(_version, self._lives)), list(map(_version, self._parts))
+        lives, parts = versions_of(self._lives), versions_of(self._parts)
         for held in filter(self._is_followed, replaced):
             self._find(held, whole=True)
         if lives == self._lives_then and parts == self._parts_then:
@@ -120,7 +117,7 @@ class Changes:
     def record(self) -> None:
         """Writes to parts since `look` were a program's, or follow from what `look` has found: takes their versions as known."""
         self._list()
-        self._parts_then = list(map(_version, self._parts))
+        self._parts_then = versions_of(self._parts)
 
     def _find(self, held: StoredTensor, whole: bool) -> None:
         ranks = self.ranks_of(held, whole)
@@ -143,8 +140,10 @@ class Changes:
         self._parts_then = [parts.get(id(part), part._version) for part in self._parts]
 
     def _is_followed(self, held: StoredTensor) -> bool:
-        """Excludes gradients, which `zero_grad` may clear, tensors of other stages, and inference tensors, which have no version."""
-        if held.slot == GRADIENT or not _is_here(held) or held.live.is_inference() or _part(held).is_inference():
+        """Excludes gradients, which `zero_grad` may clear, tensors of this rank alone, those of other stages, and inference tensors, which
+        have no version."""
+        shared = len(self.ranks_of(held, whole=True)) > 1
+        if held.slot == GRADIENT or not shared or not _is_here(held) or held.live.is_inference() or _part(held).is_inference():
             return False
         return isinstance(held.live, DTensor) or bool(held.of) or held.key in self._read
 
@@ -162,7 +161,7 @@ class Changes:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the writes of the step as known, and counts the step."""
         self.record()
-        self._lives_then = list(map(_version, self._lives))
+        self._lives_then = versions_of(self._lives)
         self.steps += 1
         self._states.update(self._states_of(optimizer))
 
@@ -214,9 +213,10 @@ class Changes:
     def tell(self, sends: bool) -> None:
         """Announces the changes since the last call. sends: ranks exchange parts because of the changes, in which a rank without the
         change takes no part; so ranks meet first, and a waiting rank is told the difference."""
-        self._note(self._uncompared, "changed", sends)
-        self._told |= self._uncompared
-        self._uncompared = {}
+        if self._uncompared:
+            self._note(self._uncompared, "changed", sends)
+            self._told |= self._uncompared
+            self._uncompared = {}
 
     def tell_stale(self) -> None:
         """Announces that this rank refreshes outdated copies, which ranks do together. They meet."""

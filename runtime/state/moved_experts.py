@@ -124,6 +124,7 @@ def move(store: Store, layer: ExpertLayer, wanted: ExpertPlacement) -> None:
     layer.move(wanted)
     ownership.own_copies(store.model.get_submodule(layer.path), store)
     store.moves += 1
+    store.invalidate_checks()
 
 
 def reorder_new_state(parameter: StoredTensor, state: StoredTensor) -> None:

@@ -16,7 +16,7 @@ Every method that may move data is called on all ranks, in the same order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -34,7 +34,7 @@ from meshc.ir.keys import Kind, is_a
 from meshc.ir.mesh import Mesh, axis_sizes
 from meshc.ir.sharding import Sharding
 from meshc.ir.storage_moves import Storage
-from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
+from meshc.optimizer.optimizer import AnyOptimizer, OptimizerSpec, members_of
 from meshc.optimizer.spec import CODES, GRADIENT
 from meshc.program.program import Port
 from meshc.runtime.comm.groups import Groups
@@ -43,7 +43,7 @@ from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import single_thread_context
 from meshc.runtime.state import adoption, exchanges, optimizer_state, ownership, random_draws, reads, state_dicts, views
 from meshc.runtime.state.changes import Changes
-from meshc.runtime.state.stored_tensor import LiveTensorCheck, StoredTensor, allocate_stored_tensor
+from meshc.runtime.state.stored_tensor import LiveStateCheck, LiveTensorCheck, StoredTensor, allocate_stored_tensor
 
 
 class Store:
@@ -77,6 +77,8 @@ class Store:
         self._model = weakref.ref(model)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
         self._stood: LiveTensorCheck | None = None
+        self._state_stood: LiveStateCheck | None = None
+        self._followed: list[StoredTensor] | None = None
         self.changes = Changes(self)
         self._without_strangers: Callable[[], ModuleState | None] = _gone_reference
 
@@ -168,11 +170,11 @@ class Store:
             raise StateError(f"{key} is not stored: the model has no such parameter, buffer or optimizer state")
         return held.buffer
 
-    def mark_written(self, keys: Iterable[str] | None = None) -> None:
-        """Records that a program has written these buffers (all, by default): copies of them are out of date."""
-        for held in self.held.values() if keys is None else map(self.find, keys):
-            if held is not None:
-                held.stale = held.lags or not held.shared
+    def mark_written(self, keys: Container[str] | None = None) -> None:
+        """Records that a program has written these buffers (all, by default), by the keys of `held`: copies of them are out of date."""
+        for held in self._copies:
+            if keys is None or held.key in keys:
+                held.stale = True
                 held.release_copy()
         self.changes.record()
 
@@ -194,19 +196,21 @@ class Store:
 
     def adopt_changes(self, stands: bool = False) -> None:
         """Before a program runs: reads back changes from outside since the last call. stands: the model was found unchanged."""
+        stands = stands or self._standing.is_unchanged()
+        if not stands:
+            self._refuse_rearranged()
+        found = []
+        for held in self._copies if stands and self._state_stands() else self.held.values():
+            current = self._current(held)
+            replaced = current is not held.live or held.is_swapped
+            if replaced or (not held.shared and held.version() != held.seen):
+                found.append((held, current, replaced))
+        self.changes.look([held for held, _, replaced in found if replaced])
+        drawn = random_draws.has_draws()
+        self.changes.tell(sends=drawn or bool(found))
+        if not found and not drawn:
+            return
         with torch.no_grad(), self._track_taken() as taken:
-            stands = stands or self._standing.is_unchanged()
-            if not stands:
-                self._refuse_rearranged()
-            found = []
-            for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
-                current = self._current(held)
-                replaced = current is not held.live or held.is_swapped
-                if replaced or (not held.shared and held.version() != held.seen):
-                    found.append((held, current, replaced))
-            self.changes.look([held for held, _, replaced in found if replaced])
-            drawn = random_draws.has_draws()
-            self.changes.tell(sends=drawn or bool(found))
             random_draws.even_out(self.held.values())
             for held, current, _ in found:
                 if held.is_swapped:
@@ -218,8 +222,7 @@ class Store:
                     if held.stale:
                         held.check_untouched()
                     self._read_back(held)
-            if found or drawn:
-                self.changes.record()
+            self.changes.record()
 
     def read_back(self, *kinds: Kind) -> None:
         """After a load: takes replaced tensors and in-place writes, whether torch has counted them or not."""
@@ -278,9 +281,27 @@ class Store:
             self._stood = LiveTensorCheck(self.held.values())
         return self._stood
 
+    def _state_stands(self) -> bool:
+        """Whether optimizers hold their state where it was put. If not, it may stand elsewhere from now on."""
+        if self._state_stood is None:
+            self._state_stood = LiveStateCheck(self.held)
+        stands = self._state_stood.is_unchanged()
+        if not stands:
+            self._state_stood = None
+        return stands
+
+    @property
+    def _copies(self) -> list[StoredTensor]:
+        """Stored tensors whose live ones have other memory, or are on ranks of other stages too."""
+        if self._followed is None:
+            self._followed = [held for held in self.held.values() if held.lags or not held.shared]
+        return self._followed
+
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reads back tensors that came from `meta` and were filled in place."""
         self.refuse_unfilled()
+        if not self._born_unfilled:
+            return
         with torch.no_grad():
             for key in sorted(self._born_unfilled):
                 if self._current(self.held[key]) is self.held[key].live and not self.held[key].stale:
@@ -360,7 +381,7 @@ class Store:
                 holders_of_copies |= {module for _, module, _ in places}
         self.held = dict(reversed(self.held.items()))
         self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
-        self._invalidate_checks()
+        self.invalidate_checks()
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(
@@ -383,12 +404,12 @@ class Store:
             self._born_unfilled.add(key)
         held.seen = held.version()
         self.held[key] = held
-        self._invalidate_checks()
+        self.invalidate_checks()
         return held
 
-    def _invalidate_checks(self) -> None:
-        """After a change of the stored tensors: rebuilds the checks that precede a run."""
-        self._stood = None
+    def invalidate_checks(self) -> None:
+        """After a change of the stored tensors, or of whose memory is theirs: the checks that precede a run are built anew."""
+        self._stood = self._state_stood = self._followed = None
         self.changes.renew()
 
     def live(self, parameter: Tensor) -> Tensor:
@@ -407,10 +428,8 @@ class Store:
         """The present entry in the live tensor's place, in the model or in the optimizer's state."""
         if not held.of:
             return held.current()
-        optimizer = None if held.optimizer is None else held.optimizer()
-        if optimizer is None or held.slot.startswith(HIDDEN):
-            return held.live
-        return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
+        optimizer = held.owner()
+        return held.live if optimizer is None else optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
 
     @contextmanager
     def _track_taken(self) -> Iterator[list[StoredTensor]]:
@@ -455,7 +474,7 @@ class Store:
         """Removes the state of optimizers that no longer exist."""
         gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
         self.held = {key: held for key, held in self.held.items() if key not in gone}
-        self._invalidate_checks()
+        self.invalidate_checks()
 
     def _refresh(self, held: StoredTensor) -> None:
         if not held.shared and held.slots is not None:

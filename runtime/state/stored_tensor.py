@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, Final
@@ -24,7 +24,7 @@ from meshc.ir import layouts
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.storage_moves import Storage
-from meshc.optimizer.optimizer import Slot
+from meshc.optimizer.optimizer import HIDDEN, Slot
 from meshc.runtime.comm.disk import COPIES
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.comm.transfers import Transfers
@@ -42,6 +42,16 @@ def memory_of(value: Tensor) -> int:
     """Address of a tensor's memory on this rank."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.untyped_storage().data_ptr()
+
+
+def memories_of(values: Iterable[Tensor]) -> list[int]:
+    """`memory_of` of tensors that are no DTensors."""
+    return [value.untyped_storage().data_ptr() for value in values]
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():  # attributes of a DTensor are read in a third of the time
+        return list(map(_version, tensors))
 
 
 def copy_if_shared(value: Tensor, taken: set[int]) -> Tensor:
@@ -95,6 +105,10 @@ class StoredTensor:
         """Records the memory and the wrapper of the live DTensor, by which later replacements are found."""
         self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
         self.wrapper = self.live.untyped_storage() if isinstance(self.live, DTensor) else None
+
+    def owner(self) -> torch.optim.Optimizer | None:
+        """The optimizer that holds the live tensor; None if it is gone, and for what is in the store alone."""
+        return None if self.optimizer is None or self.slot.startswith(HIDDEN) else self.optimizer()
 
     def current(self) -> object:
         """The present entry in the live tensor's place in the model; for optimizer state the live tensor."""
@@ -201,8 +215,25 @@ def _wrap_dtensor(
     return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen
 
 
-_dtype, _device, _local = attrgetter("dtype"), attrgetter("device.type"), attrgetter("_local_tensor")
-_memory, _wrapper = attrgetter("memory"), attrgetter("wrapper")
+_kind, _local = attrgetter("dtype", "device.type"), attrgetter("_local_tensor")
+_memory, _wrapper, _version = attrgetter("memory"), attrgetter("wrapper"), attrgetter("_version")
+
+
+class _Places:
+    """Identity check that tensors are where they were put: each in its dict under its name, with its own memory."""
+
+    def __init__(self, rows: Iterable[tuple[dict[Any, Any], str, Tensor]], held: Iterable[StoredTensor]) -> None:
+        """rows: of each place its dict, its name there, and the tensor."""
+        rows = list(rows)
+        self._members, self._names = [row[0] for row in rows], [row[1] for row in rows]
+        self._stand: list[Tensor] = [row[2] for row in rows]
+        self.held = [one for one in held if isinstance(one.live, DTensor)]
+        self.distributed = [one.live for one in self.held]
+
+    def hold(self) -> bool:
+        return all(map(is_, map(dict.get, self._members, self._names), self._stand)) and all(
+            map(is_, map(_local, self.distributed), map(_memory, self.held))
+        )
 
 
 class LiveTensorCheck:
@@ -212,22 +243,40 @@ class LiveTensorCheck:
 
     def __init__(self, held: Iterable[StoredTensor]) -> None:
         mine = [one for one in held if not one.of]
-        rows = [(members, name, one.live) for one in mine for members, name in one.places]
-        self._members, self._names = [row[0] for row in rows], [row[1] for row in rows]
-        self._stand: list[Tensor] = [row[2] for row in rows]
-        self._lives: list[Tensor] = [one.live for one in mine]
-        self._held = [one for one in mine if isinstance(one.live, DTensor)]
-        self._distributed = [one.live for one in self._held]
-        self._dtypes: list[torch.dtype] = [one.dtype for one in mine]
-        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # a DTensor's device follows from its memory
+        self._places = _Places(((members, name, one.live) for one in mine for members, name in one.places), mine)
+        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # of a DTensor they follow from its memory and wrapper
         self._plain = [one.live for one in plain]
-        self._devices: list[str] = [one.buffer.device.type for one in plain]
+        self._kinds: list[tuple[torch.dtype, str]] = [(one.dtype, one.buffer.device.type) for one in plain]
 
     def is_unchanged(self) -> bool:
-        return (
-            all(map(is_, map(dict.get, self._members, self._names), self._stand))
-            and list(map(_dtype, self._lives)) == self._dtypes
-            and list(map(_device, self._plain)) == self._devices
-            and all(map(is_, map(_local, self._distributed), map(_memory, self._held)))
-            and all(map(is_, map(Tensor.untyped_storage, self._distributed), map(_wrapper, self._held)))
-        )
+        places = self._places
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                places.hold()
+                and list(map(_kind, self._plain)) == self._kinds
+                and all(map(is_, map(Tensor.untyped_storage, places.distributed), map(_wrapper, places.held)))
+            )
+
+
+class LiveStateCheck:
+    """Identity check, at each call, that optimizers hold their state where it was put: the entry of each parameter, each tensor in it, with
+    its own memory. If not, the store looks at each. It is of state stored now, and of optimizers alive now."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        mine = [one for one in stored.values() if one.of]
+        self._entries: dict[int, tuple[weakref.ref[torch.optim.Optimizer], dict[Tensor, object]]] = {}
+        rows: list[tuple[dict[str, Any], str, Tensor]] = []
+        for one in mine:
+            if (optimizer := one.owner()) is not None:
+                parameter = stored[one.of].live
+                entry = optimizer.state.get(parameter)
+                self._entries.setdefault(id(optimizer), (weakref.ref(optimizer), {}))[1][parameter] = entry
+                rows.append((entry if isinstance(entry, dict) else {}, one.slot, one.live))
+        self._places = _Places(rows, mine)
+
+    def is_unchanged(self) -> bool:
+        for reference, entries in self._entries.values():
+            optimizer = reference()
+            if optimizer is None or not all(map(is_, map(optimizer.state.get, entries), entries.values())):
+                return False
+        return self._places.hold()
