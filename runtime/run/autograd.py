@@ -58,8 +58,9 @@ class ForwardCall:
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
         self.saved, self._began = saved, began
-        self.memory = set(memories_of(saved.values()))
-        """Storage addresses of the saved values."""
+        kept, lasting = self.session.kept_keys, self.session.kept_memory
+        self.memory = {*lasting, *memories_of(value for key, value in saved.items() if key not in kept)}
+        """Storage addresses of the saved values, and of all that stays from call to call."""
         self._given = _WriteTracker(given, self.session.held_of_users)
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
