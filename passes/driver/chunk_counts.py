@@ -25,15 +25,14 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit
 
 FEW: Final = 2
 SOME: Final = 8
-MANY: Final = MOST
+"""Numbers that are tried, with MOST: each further one is one more program. (Of the budgets of Llama 8B in docs/memory-budgets.md three
+are kept in chunks.)"""
 TIMES: Final = 3
 """Estimated copies of the logits, in float32, that a loss and its gradients hold at once."""
 MOST_TIMES: Final = 6
 """An upper bound of the same."""
-LARGE: Final = 0.05
-"""The share of a budget that a rank's logits must take for more chunks to be tried where the budget is kept."""
 LITTLE: Final = 0.005
-"""The share of a call's seconds that recompute may take without chunks being tried for it."""
+"""The share of a call's seconds that recompute may take without chunks, or a host, being tried for it."""
 
 
 def logits_bytes(placed: PlacedModel) -> int:
@@ -50,7 +49,7 @@ def logits_bytes(placed: PlacedModel) -> int:
 def next_count(count: int, found: MeasuredProgram | Refusal, whole: MeasuredProgram | Refusal, size: int, budget: int) -> int | None:
     """The number of chunks to try after `count` (1: the whole), with which something was `found`, to keep the budget or to be faster; None:
     no more. `whole`: found with the head whole; `size`: bytes of a rank's logits, all at once."""
-    more = {1: SOME, SOME: MANY}.get(count)
+    more = {1: SOME, SOME: MOST}.get(count)
     if isinstance(found, Refusal):
         return more if isinstance(found.error, DoesNotFit) else None
     spare = budget - found.held_bytes
@@ -59,8 +58,9 @@ def next_count(count: int, found: MeasuredProgram | Refusal, whole: MeasuredProg
     has_room = TIMES * (size // FEW - size // SOME) <= spare
     if count == SOME and (has_room or (not isinstance(whole, Refusal) and whole.held_bytes <= budget and _costs_much(whole, found))):
         return FEW
-    pays = has_too_large_candidates(found.left) or found.recompute_s >= LITTLE * found.seconds
-    return more if pays and size >= count * LARGE * budget else None
+    # smaller logits leave room for so much of what is recomputed, or of what did not fit
+    could_save = (1.0 if has_too_large_candidates(found.left) else found.recompute_s / found.seconds) * TIMES * size / count
+    return more if could_save >= LITTLE * budget else None
 
 
 def may_fit(count: int, spare: int, whole: int | None, size: int) -> bool:

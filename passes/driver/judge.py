@@ -23,7 +23,7 @@ from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.measured_program import MARGIN, Lower, MeasuredProgram, measure
 from meshc.passes.driver.pipeline_search import SLOWER
-from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_ESTIMATE, BY_STAGES, NoFasterPlan, lower_stages, no_plan_fits
+from meshc.passes.driver.search_errors import BY_ESTIMATE, BY_STAGES, NoFasterPlan, lower_stages, no_plan_fits
 from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.attempt import Refusal
@@ -71,17 +71,18 @@ class Judge:
 
     def is_beaten(self, weighed: PlanCandidate) -> bool:
         """Whether the known plan is faster than the candidate's estimate by more than MARGIN; then the candidate is recorded as slower."""
-        if weighed.estimated is None or weighed.estimated * self.ratio <= self._known_limit_s(BEATEN_MARGIN):
+        if weighed.estimated is None or not self.is_far_from_known(weighed.estimated):
             return False
         self.slower.append(replace(weighed, dropped=SLOWER))
         return True
 
     def is_far_from_known(self, estimated: float) -> bool:
-        """Whether the known plan is faster than `estimated` by more than objectives differ."""
-        return estimated * self.ratio > self._known_limit_s(MARGIN)
+        """Whether the known plan is faster than `estimated` by more than estimates are off."""
+        return estimated * self.ratio > self._known_limit_s
 
-    def _known_limit_s(self, margin: float) -> float:
-        return inf if self.known_s is None else self.known_s * (1 + margin)
+    @property
+    def _known_limit_s(self) -> float:
+        return inf if self.known_s is None else self.known_s * (1 + MARGIN)
 
     def is_too_large(self, weighed: PlanCandidate) -> bool:
         """Whether the candidate exceeds the budget by the model, which counts only programs in one piece."""
@@ -91,7 +92,7 @@ class Judge:
         """Whether the candidate, at `ratio` seconds per estimated second, is slower than the best one by more than `margin`, or than the
         known plan by more than estimates are off."""
         best_s = inf if self.best is None else self.best.seconds * (1 + margin)
-        return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, self._known_limit_s(BEATEN_MARGIN))
+        return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, self._known_limit_s)
 
     def last_ratio(self) -> float:
         """Seconds by the clock per estimated second of the latest program."""

@@ -36,8 +36,6 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan import open_axes
 from meshc.program.program import Stage
 
-MOST: Final = 4
-"""Sizes that are recorded of one trace: with other structures (tiles that are even or not), or other decisions."""
 SIZES: Final = "sizes"
 """Name of the substitution among the passes in a list of seconds."""
 
@@ -65,8 +63,10 @@ class PassReplay:
         apart = _separate_numbers(partitioned)
         for one in self.followed:
             with contextlib.suppress(TrailMismatch):
-                return one.at(partitioned, apart)
-        if len(self.followed) < MOST:
+                found = one.at(partitioned, apart)
+                one.served = True
+                return found
+        if all(one.served for one in self.followed):  # of sizes that all have a structure of their own, recordings serve none
             with contextlib.suppress(TrailMismatch, MeshcError):  # run without recording, the passes raise the error
                 near = self.near(partitioned)
                 if near is not None:
@@ -84,7 +84,10 @@ class _RecordedPasses:
     apart   the recorded result of `partition`
     open    for each of its numbers the index of its open number; None if it is constant
     left    the result of the passes, with tracked numbers
+    served  whether another size has been replayed
     """
+
+    served = False
 
     def __init__(
         self, partitioned: LoweredProgram, apart: NumberedSkeleton, near: NumberedSkeleton, rest: Callable[[LoweredProgram], LoweredProgram]

@@ -12,7 +12,7 @@ less and take longer; then all of these with parameters gathered more often. The
 these is taken. A candidate that is impossible, or does not fit, is an entry of the table with the reason.
 
 One number of microbatches is lowered, and the others are estimated from it: their microbatches differ only in rows. The number with the
-least estimate is lowered next, until all others are estimated to be slower than the best program that fits by BEATEN_MARGIN. Numbers that
+least estimate is lowered next, until all others are estimated to be slower than the best program that fits by MARGIN. Numbers that
 are not lowered, and schedules that are not cut, are entries of the table with their estimates.
 """
 
@@ -33,9 +33,9 @@ from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes import pipeline
 from meshc.passes.driver.budget_changes import WIDEST, batch_sizes
-from meshc.passes.driver.measured_program import TRIES
+from meshc.passes.driver.measured_program import MARGIN, TRIES
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.search_errors import BEATEN_MARGIN, BY_STAGES, NoFasterPlan
+from meshc.passes.driver.search_errors import BY_STAGES, NoFasterPlan
 from meshc.passes.driver.within_budget import BY_WIDEST
 from meshc.passes.memory.recompute import settled_values
 from meshc.passes.memory.stage_trades import StageTrades
@@ -200,7 +200,7 @@ class PipelineSearch:
                 by, estimates = self._lowered, self._estimates(sorted(left))
             count = min(left, key=lambda each: (_least_seconds(estimates[each]), each))
             best = min((answer.seconds for answer in answers.values() if isinstance(answer, FittingCandidate)), default=self.beaten_s)
-            if _least_seconds(estimates[count]) > best * (1 + BEATEN_MARGIN):
+            if _least_seconds(estimates[count]) > best * (1 + MARGIN):
                 break
             left.remove(count)
             answers[count] = self.of_count(count, best)

@@ -41,9 +41,6 @@ from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold
 from meshc.plan.plan_candidate import PlanCandidate
 from meshc.report.memory_report import lines_of
 
-BEATEN_MARGIN: Final = 0.05
-"""Relative excess of a bound, or an estimate, over the known seconds that rules a plan out: the clock merges updates and small messages
-that the model counts separately; cuts of a pipeline have not been refined."""
 BY_MODEL: Final = "by the model, if all is hidden behind computing that can be"
 BY_ESTIMATE: Final = "by the estimates of all candidates"
 BY_STAGES: Final = "by what its stages are estimated to take"

@@ -26,9 +26,9 @@ from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.linear_program import solve_program
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import (
-    CROSSED,
-    ENOUGH,
+    BEST,
     PAIRS,
+    ROUNDS,
     SWEEPS,
     NarrowedModel,
     columns_of,
@@ -36,28 +36,17 @@ from meshc.passes.planner.narrow_options import (
     mixed_options,
     options_by_class,
 )
-from meshc.passes.planner.relaxation import BRANCHES, GAP, Allowance
+from meshc.passes.planner.relaxation import BRANCHES, ENOUGH, Allowance
 from meshc.passes.planner.search_space import MARGIN, Floats
 from meshc.report.tables import bytes_text
 
-START: Final = 1e-13
-"""First price, in seconds per byte: 0.1 ms per GB."""
 RISE: Final = 16.0
-HIGHEST: Final = 1e-3
-"""Highest price, in seconds per byte, that factors of `RISE` lead to: if nothing fits then, no price will do."""
-PRICES: Final = 3
-"""Rounds of new prices once a choice fits."""
-PROGRAMS: Final = 6
-"""Most linear programs, each at the prices that the one before gave."""
+"""Factor of one price to the next, until a choice fits: less takes more rounds of sweeps. Prices between are found from choices."""
 CROSSED_PAIRS: Final = 5_000
-"""Most pairs of forms in branch and bound, those of least cost."""
-CROSSINGS: Final = 2
-"""Most runs of branch and bound in one search: a third takes as long and has found nothing."""
+"""Most pairs of forms in branch and bound, those of least cost. (Of the zoo's llama on `dp=8,tp=8` within 3/4 and 2/5 of its bytes, choices
+from 10,000 are 1.7 % slower: the allowance covers fewer programs.)"""
 UNIT: Final = 1e-12
 """Seconds per byte of a price in milliseconds per billion bytes: tolerances of solvers are absolute."""
-ROUNDS: Final = 16
-"""Most rounds of prices before each run of branch and bound for the fewest bytes. (For Llama 8B on two boxes of eight A100s 16 find
-17.3 GB, and 12 find 19.4.)"""
 
 
 @dataclass
@@ -147,20 +136,28 @@ class BudgetSearch:
         return len(self.picks) > known
 
     def raise_price(self) -> None:
-        """Raises one price for all moments until a choice fits, or none can."""
-        weight = START
-        while self.fitting_seconds == np.inf and weight <= HIGHEST and not self.is_infeasible:
+        """Raises one price for all moments until a choice fits, or none can: from that at which the bytes that the fastest choice holds too
+        much cost what a search leaves open, to that at which those of the smallest cost more than any choice takes and the bound no longer
+        rises."""
+        seconds, walked = min(self.picks.values(), key=lambda one: one[0])
+        weight = ENOUGH * (seconds or self.dearest_s) / max(1.0, walked.max() - self.budget)
+        rose = True
+        while self.fitting_seconds == np.inf and not self.is_infeasible and (rose or weight * self._fewest_over < self.dearest_s):
+            before = self.bound
             self.bound_at([weight] * len(self.moments))
-            weight *= RISE
+            rose, weight = self.bound > before, weight * RISE
+
+    @property
+    def _fewest_over(self) -> float:
+        """Bytes by which the smallest known choice exceeds the budget."""
+        return min(float(walked.max()) for _, walked in self.picks.values()) - self.budget
 
     def narrow_prices(self) -> None:
         """Bounds at the prices of `dearest_weights`, while new choices appear and the bound is not close to their value."""
-        for _ in range(PRICES):
+        new = True
+        while new and not self.is_close:
             weights, most = self.dearest_weights()
-            if self.is_close or most - self.bound <= ENOUGH * abs(most):
-                break
-            if not self.bound_at(weights):
-                break
+            new = most - self.bound > ENOUGH * abs(most) and self.bound_at(weights)
 
     def dearest_weights(self, unit: bool = False) -> tuple[list[float], float]:
         """Prices of the moments that maximize the cost of the cheapest known choice, and that cost in seconds. `unit`: prices that add up
@@ -206,11 +203,11 @@ class BudgetSearch:
     def branch_and_bound(self, known: float, budget: float, mixed: Sequence[Collection[int]] = ()) -> tuple[bool, float]:
         """Whether branch and bound finds a new choice within `budget` bytes, over options of least cost and those of the nearest choices
         and in `mixed`; and a lower bound if these are all options left, else -inf."""
-        kept = options_by_class(self.nearest_picks[:CROSSED], self.ascent)
+        kept = options_by_class(self.nearest_picks[:BEST], self.ascent)
         kept = [mine.union(others) for mine, others in zip(kept, mixed, strict=True)] if mixed else kept
         few, everything = columns_of(self.ascent, known, kept, self.moments, budget, most=CROSSED_PAIRS)
         asked = (*self.moments, len(few.rows), len(few.cost))
-        again = asked in self.crossed or len(self.crossed) == CROSSINGS or bool(self.crossed and not everything)
+        again = asked in self.crossed or bool(self.crossed and not everything)
         if again or not self.allowed.spend(few, BRANCHES):
             return False, -np.inf
         self.crossed.add(asked)
@@ -239,14 +236,14 @@ def find_fewest_bytes(model: CostModel, memory: MemoryModel, known: Sequence[Pic
     for pick in known:
         search.note(pick)
     search.moments = [int(search.picks[search.nearest_picks[0]][1].argmax())]
-    weights, rounds = [UNIT], 0
+    weights = [UNIT]
     while True:
-        new, rounds = search.bound_at(weights), rounds + 1
+        new = search.bound_at(weights)
         best = search.nearest_picks[0]
         held = float(search.picks[best][1].max())
-        close = held * UNIT <= search.bound * (1 + GAP)
-        if not close and (not new or rounds % ROUNDS == 0):
-            new, _ = search.branch_and_bound(search.ascent.weighed.seconds(best), held * (1 - GAP))
+        close = held * UNIT <= search.bound * (1 + ENOUGH)
+        if not close and not new:
+            new, _ = search.branch_and_bound(search.ascent.weighed.seconds(best), held * (1 - ENOUGH))
         if close or not new:
             return FewestBytes(best, held, search.bound / UNIT)
         weights, _ = search.dearest_weights(unit=True)
@@ -275,5 +272,5 @@ def search_within_budget(
     if search.fitting_seconds < np.inf:
         search.narrow_prices()
     if not search.is_infeasible:
-        search.solve_programs(1 if near else PROGRAMS)
+        search.solve_programs(1 if near else ROUNDS)
     return list(search.picks), search.bound

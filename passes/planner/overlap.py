@@ -17,7 +17,8 @@ from typing import Final
 from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 
 HIDDEN: Final = 0.1
-"""Least part of the price of hidden communication: of two plans that hide all, the one that sends less is still better."""
+"""Least part of the price of hidden communication: of two plans that hide all, the one that sends less is still better. (Of the 70 rows of
+the plan tables 12 take a choice at a tenth or a half.)"""
 
 
 def with_hidden_communication(model: CostModel, part: float = HIDDEN) -> CostModel:

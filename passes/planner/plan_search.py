@@ -33,7 +33,7 @@ from meshc.passes.planner.descent import Descent
 from meshc.passes.planner.fold import DecisionClasses
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
-from meshc.passes.planner.narrow_options import NarrowedModel, close_gap, narrow_options
+from meshc.passes.planner.narrow_options import BEST, NarrowedModel, close_gap, narrow_options
 from meshc.passes.planner.overlap_clock import overlapped_seconds
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.reshard_prices import ReshardPrices
@@ -43,9 +43,8 @@ from meshc.plan.entries import AxisEntry, FactorTerm
 from meshc.plan.recipes import by_role
 
 ALL_OF: Final = 3
-"""Most axes for which all options are listed; for more, options are those around a plan, then around the best choice found."""
-ANSWERS: Final = 8
-"""Most choices that a search within a budget returns."""
+"""Most axes for which all options are listed; for more, those around a plan, then around what is found. (Of Llama 8B on four axes options
+along two axes take 39 s in place of 8, for 0.14 % of the seconds.)"""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class PlanSearch:
             self._survey(lambda decision: found[decision.key])  # noqa: B023
 
     def find_choices(self, budget: float | None = None) -> list[FoundChoice]:
-        """Choices within the budget by the model, the cheapest ANSWERS of them, cheapest first; empty if none was found."""
+        """Choices within the budget by the model, the cheapest BEST of them, cheapest first; empty if none was found."""
         free = self._search_unbounded()
         if budget is None or self.held_bytes(free.pick) <= budget:
             return [self._with_certificate(free.pick, free.bound, budget)]
@@ -151,7 +150,7 @@ class PlanSearch:
             self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
         fitting = [one for one in picks if near.held_bytes(one) <= budget]
         self.least = near.least
-        best = sorted(fitting, key=lambda one: (near.model.seconds(one), one))[:ANSWERS]
+        best = sorted(fitting, key=lambda one: (near.model.seconds(one), one))[:BEST]
         return [near._with_certificate(one, bound, budget) for one in best]
 
     def _search_budget(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
