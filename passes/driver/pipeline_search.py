@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from math import inf, prod
 from typing import Final, TypeAlias, TypeVar
 
@@ -287,10 +288,11 @@ class PipelineSearch:
         self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: FittingCandidate | None
     ) -> FittingCandidate | None:
         """The best of `best` and, with values recomputed, the fastest and the smallest of the shapes in `large`, which hold too much; and
-        of their cuts that are faster with recompute, if there are others."""
+        of their cuts that are faster with recompute, if there are others. Shapes of which a rank can save too little are not tried."""
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
         smallest = min(timed, key=lambda one: one[2].most.total)
-        for seconds, shape, need in [one for one in timed if one is not smallest][: TRIES - 1] + [smallest]:
+        others = (one for one in timed if one is not smallest and self._may_fit(uncut, *one[1:]))
+        for seconds, shape, need in chain(islice(others, TRIES - 1), [smallest]):
             if seconds >= (bound if best is None else best.seconds):
                 continue
             found, left = self._recompute_shape(uncut, shape, need)
@@ -305,6 +307,17 @@ class PipelineSearch:
             best = min(fitting, key=lambda one: one.seconds)
         return best
 
+    def _may_fit(self, uncut: UncutProgram, shape: PipelineShape, need: MemoryNeed) -> bool:
+        """Whether each rank of `shape` could keep the budget if it saved as little as possible for backward."""
+        assert self.budgets is not None
+        stages, budget = self._stage_trades(uncut, shape), min(self.budgets)
+        most, least = stages.most, stages.least
+        return all(held - budget <= most[rank] - least[rank] for rank, held in enumerate(need.ranks))
+
+    def _stage_trades(self, uncut: UncutProgram, shape: PipelineShape) -> StageTrades:
+        assert self._step is not None
+        return StageTrades(self._step, uncut.places(shape), settled_values(self._step))
+
     def _recompute_shape(
         self, uncut: UncutProgram, shape: PipelineShape, need: MemoryNeed
     ) -> tuple[FittingCandidate | Refusal | MemoryNeed, UncutProgram]:
@@ -317,7 +330,7 @@ class PipelineSearch:
         memory too, so the bytes are predicted again, and less is saved in each round; in the last one as little as possible.
         """
         assert self._step is not None and self.budgets is not None
-        stages, budget = StageTrades(self._step, uncut.places(shape), settled_values(self._step)), min(self.budgets)
+        stages, budget = self._stage_trades(uncut, shape), min(self.budgets)
         kept, fewest = stages.most, stages.least
         most: dict[int, int] = {}
         answer: FittingCandidate | Refusal | MemoryNeed = need

@@ -74,9 +74,6 @@ def _kept_names(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
 WORTH: Final = 0.1
 """Share of the seconds of forward and backward that a share of a rank's bytes is worth: 1 % of the bytes, 0.1 % of the seconds.
 Of Llama under FSDP 29 % of the memory go for 2.1 % of the seconds, where all that is cheap takes 2.8 % (docs/decisions/recompute.md)."""
-SHARES: Final = (1.0, 0.5, 0.25)
-"""Parts of that price of a byte: if a rank's peak drops by too little, only what saves more bytes per second is recomputed.
-Halved twice; not measured."""
 LEAST: Final = 0.01
 """Share of a rank's bytes below which a saving is not worth the lines of a program. (An MLP under FSDP saves 0.7 %, and keeps all.)"""
 
@@ -98,12 +95,9 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
     device = devices_of(lowered.mesh).slowest()
     each_s = {node: seconds(node, device) for node in (*can.forward, *can.backward)}
     held, step_s = held_bytes(lowered), sum(each_s.values())
-    byte_s = WORTH * step_s / held
+    byte_s = price = WORTH * step_s / held
     trade = Trade(can, recompute_seconds(can, lowered, device, each_s))
-    for share in SHARES:
-        kept = trade.cheapest_at(share * byte_s, even=True)
-        if trade.keep_all.bytes - kept.bytes < LEAST * held:
-            break
+    while trade.keep_all.bytes - (kept := trade.cheapest_at(price, even=True)).bytes >= LEAST * held:
         # forward and backward as separate stages: one should pass as little as possible to the other
         apart = lowered.mesh.pipeline_axis is not None or not lowered.request.train
         again = kept.again if apart else _without_light_values(kept.again, can)
@@ -111,8 +105,11 @@ def recompute_by_price(lowered: LoweredProgram, fixed: Collection[Node]) -> Lowe
         if lowered.mesh.pipeline_axis is not None:
             return left
         less = held - held_bytes(left)
-        if less >= LEAST * held and less * byte_s >= kept.seconds:
+        if less < LEAST * held:
+            break
+        if less * byte_s >= kept.seconds:
             return left
+        price /= 2  # the peak drops by too little for its seconds: only what saves more bytes per second is recomputed
     return lowered
 
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final
 
 import numpy as np
 from torch.fx import Node
@@ -28,9 +27,6 @@ from meshc.passes.stages.pipeline_shape import PipelineShape
 from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.activations import activations_in_flight
 from meshc.program.packing import is_view
-
-MARGIN: Final = 0.98
-"""Share of a rank's budget that the estimate may take, since it is one. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def cuts_within(shape: PipelineShape, work: StageWork, has: StageBytes, needed: 
     own: dict[int, float] = defaultdict(float)
     for rank, ends, count in zip(shape.ranks, pairwise([0, *shape.cuts, work.points[-1]]), waiting, strict=True):
         own[rank] += has.bytes(*ends, count)
-    limit = MARGIN * budget * max(own.values()) / max(needed, 1)
+    limit = budget * max(own.values()) / max(needed, 1)
     sizes = [shape.ranks.count(rank) * has.table(work.points, count) for rank, count in zip(shape.ranks, waiting, strict=True)]
     fast = best_cuts(work.seconds(bool(shape.halved_stages)), work.sends, len(sizes), [size <= limit for size in sizes])
     small = least_cuts(len(sizes), sizes)

@@ -10,7 +10,6 @@ chosen greedily, the largest saving first, until none saves time. A message incl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 from torch.fx import Node
 
@@ -22,9 +21,6 @@ from meshc.ir.graph import ancestors_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.stage_assignment import FORWARD, Half, Kinds
-
-MOST_TRIED: Final = 64
-"""Candidate values at most: those that would save most. A bound on seconds; not measured."""
 
 
 def choose_forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:
@@ -70,7 +66,7 @@ class ForwardingCost:
         for node, stages in needed.items():
             if len(stages) > 1 and is_tensor(node):
                 gains[node] = sum(self.takes[one] for one in self._behind([node])) - self._send_s(node)
-        most = sorted((node for node in gains if gains[node] > 0), key=lambda node: (-gains[node], node.name))[:MOST_TRIED]
+        most = sorted((node for node in gains if gains[node] > 0), key=lambda node: (-gains[node], node.name))
         return {node: Half(min(needed[node]), FORWARD) for node in most}
 
     def total_s(self, chosen: Mapping[Node, Half]) -> float:

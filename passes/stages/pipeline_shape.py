@@ -26,23 +26,22 @@ from meshc.pipelining.pipeline_stages import STAGE_NAMES
 from meshc.pipelining.schedule import Action, Schedule, StageLink, chain, connect, parse
 from meshc.pipelining.timing import Costs, ScheduleReplay
 
-NEAR: Final = 0.1
-REFINED: Final = 3
-"""Schedules per number of microbatches that have their cuts refined, at most; only those within NEAR of the fastest."""
-
 SCANNED: Final = 32
 STEPS: Final = (8, 4, 2, 1)
-"""Points at which a cut is tried, at most, and the distances by which it is moved afterwards."""
+"""Points at which a cut is tried at most, and distances by which it is moved then. With distances alone, halved from half of all points,
+estimates are 1.8 % more at worst (T5, pp=2), 0.1 % less on average (Llama, T5, Mixtral, pp=2 to 8), for as many CPU seconds."""
 
 GAIN: Final = 0.001
-"""Relative gain that a move must have: fewer moves, and cuts that send least are not given up for little."""
+"""Relative gain that a move must have: fewer moves, and cuts that send least are not given up for little. If any gain is one, estimates
+of Llama, GPT-2, BERT and Mixtral on pp=2 to 8 are 0.1 % less on average, 0.2 % more at worst."""
 
 TOLL: Final = 0.01
-"""Relative gain that cuts must have to send twice as much: predicted times are not exact to a part in a thousand, and messages take memory
-and some time on both sides."""
+"""Relative gain that cuts must have to send twice as much: messages take memory, and some time on both sides. For GPT-2, Llama, BERT and
+T5 on pp=2 and pp=4 messages take 1.7 times as long with 0 (estimates 0.2 % less), 0.83 of it with 0.05 (0.6 % more)."""
 
 ACTIONS: Final = 20_000
-"""Actions simulated at most while the cuts of one schedule are moved, for the seconds that they take. Not measured."""
+"""Actions simulated at most while the cuts of one schedule are moved, for the seconds that they take. Cuts of Llama of 16 layers, moved by
+halved distances without it, are 6 % faster on pp=8 in 64 microbatches, for 1.6 CPU seconds in place of 0.9."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,8 @@ def possible_shapes(request: Request, found: Kinds, work: StageWork, sums: bool 
 
 
 def refine_cuts(shapes: PipelineShapes, work: StageWork) -> PipelineShapes:
-    """The shapes with the cuts of the fastest refined by local search."""
-    best = shapes.can[0][1]
-    near = [one for one in shapes.can if one[1] <= best * (1 + NEAR)][:REFINED]
-    moved = [_move_cuts(shape, work) for shape, _ in near]
-    return replace(shapes, can=tuple(sorted((*moved, *(one for one in shapes.can if one not in near)), key=itemgetter(1))))
+    """The shapes with their cuts refined by local search."""
+    return replace(shapes, can=tuple(sorted((_move_cuts(shape, work) for shape, _ in shapes.can), key=itemgetter(1))))
 
 
 def _move_cuts(shape: PipelineShape, work: StageWork) -> tuple[PipelineShape, float]:

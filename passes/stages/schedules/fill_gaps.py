@@ -21,21 +21,17 @@ from meshc.pipelining.activations import peaks
 from meshc.pipelining.schedule import Action, Message, chain, connect
 from meshc.pipelining.timing import Costs, ScheduleReplay
 
-_PATIENCE = (0.0, 0.3)
-"""A rank waits for its next action rather than begin a W if the wait is shorter than this share of the W's time."""
-
 
 def fastest(drawn: Sequence[Sequence[Action]], costs: Costs) -> Sequence[Sequence[Action]]:
     """The drawn schedule of a chain of stages, or one that is faster under the costs and needs no more memory; ties keep the drawn one."""
     stages = 1 + max(action.stage for actions in drawn for action in actions)
-    made = [drawn, *(_GapFiller(drawn, costs, patience).lists() for patience in _PATIENCE)]
+    made = (drawn, _GapFiller(drawn, costs).lists())
     return min(made, key=lambda lists: round(ScheduleReplay(connect(lists, chain(stages))).makespan_s(costs), 12))
 
 
 class _GapFiller:
-    def __init__(self, drawn: Sequence[Sequence[Action]], costs: Costs, patience: float) -> None:
+    def __init__(self, drawn: Sequence[Sequence[Action]], costs: Costs) -> None:
         self.costs = costs
-        self.patience = patience
         self.limits = peaks(drawn)
         self.rank = {action.stage: rank for rank, actions in enumerate(drawn) for action in actions}
         self.left = [deque(action for action in actions if action.op != "W") for actions in drawn]
@@ -70,7 +66,7 @@ class _GapFiller:
         full = following is not None and following.op == "F" and self.held[rank] >= self.limits[rank]
         ready_s = None if following is None or full else self._ready_s(following)
         if following is not None and ready_s is not None:
-            if weights is None or ready_s - now <= self.patience * self.costs.of(weights):
+            if weights is None or ready_s <= now:
                 return max(now, ready_s), following
         return None if weights is None else (now, weights)
 
