@@ -30,9 +30,9 @@ are kept in chunks.)"""
 TIMES: Final = 3
 """Estimated copies of the logits, in float32, that a loss and its gradients hold at once."""
 MOST_TIMES: Final = 6
-"""An upper bound of the same."""
+"""An upper bound of the same. Neither is measured."""
 LITTLE: Final = 0.005
-"""The share of a call's seconds that recompute may take without chunks, or a host, being tried for it."""
+"""The share of a call's seconds that recompute may take without chunks, or a host, being tried for it. Not measured."""
 
 
 def logits_bytes(placed: PlacedModel) -> int:

@@ -31,9 +31,10 @@ Lower: TypeAlias = Callable[[PlacedModel, Hook | None], LoweredProgram]
 """All passes after `factorize`."""
 MARGIN: Final = 0.1
 """How far estimates of seconds, and of a change's bytes, may be off: with more, more is compiled. (Of gpt2-xl on 512 ranks 0.05, 0.1 and
-0.15 take one plan, in 21, 21 and 28 CPU s; of Llama 8B on 8 one plan in 70. By the clock plans take 0.78 to 1.7 of their estimates.)"""
+0.15 take one plan, in 21, 21 and 28 CPU s; of Llama 8B on 8 one plan in 70. By the clock plans take 0.78 to 2.1 of their estimates.)"""
 TRIES: Final = 3
-"""Rounds of one question, each for fewer bytes, and answers to one that are compiled: choices, recipes, shapes of a pipeline."""
+"""Rounds of one question, each for fewer bytes, and answers to one that are compiled: choices, recipes, shapes of a pipeline. (Of
+seven rows of the plan tables six compile one to three candidates, and one four.)"""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ SLOWER: Final = "slower than what is taken"
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. A larger number
-fills the pipeline better, and costs more launches and messages."""
+fills the pipeline better, and costs more launches and messages. Not measured."""
 
 
 def settle_microbatches(request: Request) -> Request:

@@ -19,7 +19,7 @@ from meshc.ir.sharding import tile_sizes
 from meshc.passes.planner.search_space import Axes, Option
 
 WASTE: Final = 2.0
-"""Most positions of tiles for each real position."""
+"""Most positions of tiles for each real position: half of all ranks have work, at least. Not measured."""
 
 DEFERRED: Final = -1
 """In place of a label: the axis splits none, and operands and results are partial over it."""

@@ -32,7 +32,8 @@ ROUNDS: Final = 12
 """Most rounds of sweeps, most linear programs after them, and most sweeps after each program. (Four sweeps after a program take 0.6 of what
 twelve take of CLIP's gap on three axes.)"""
 SWEEPS: Final = 4
-"""Sweeps of each round, between which choices are decoded and options dropped; of each new price of bytes likewise."""
+"""Sweeps of each round, between which choices are decoded and options dropped; of each new price of bytes
+likewise. (Eight: as RISE of 64 does in `budget_search.py`, in the same seconds.)"""
 STALLED: Final = 0.1
 """Part of the gap that a round must take for another to follow. (With 0.005 CLIP on three axes takes as long, and keeps a gap of 0.81 % in
 place of 0.71.)"""

@@ -48,7 +48,7 @@ class Allowance:
     """Remaining work of a search, and of searches that follow it for changes of the request.
 
     left        rows times columns of linear programs within budgets, all together: 20 to 40 CPU seconds
-    candidates  choices that may go through all passes: one to three did in seven rows of the plan tables
+    candidates  choices that may go through all passes: four programs at most, in seven rows of the plan tables
     """
 
     left: float = 4e9
