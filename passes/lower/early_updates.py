@@ -78,7 +78,7 @@ class UpdatePlaces(Positions):
         self.behind = list(self.nodes)
         """By position of each node, the last node that was moved right behind it, or the node itself."""
         self._ready: dict[Node, int] = {}
-        self._moves = cache(_moves)
+        self._moves, self._with_operands = cache(_moves), cache(self._follow)
 
     def parts(self, members: Sequence[Node], limit: int | None = None) -> list[list[Node]]:
         """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
@@ -119,8 +119,17 @@ class UpdatePlaces(Positions):
         self.index[by] = self.index[member]
 
     def _own(self, node: Node) -> set[Node]:
-        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters."""
-        return {node, *filter(self._moves, ancestors_of([node], through=lambda one: one is node or self._moves(one)))}
+        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters, which is
+        followed once for all that read it."""
+
+        def alone(one: Node) -> bool:
+            return one is node or (self._moves(one) and len(one.users) == 1)
+
+        near = [one for one in ancestors_of([node], through=alone) if one is node or self._moves(one)]
+        return set(near).union(*(self._with_operands(one) for one in near if not alone(one)))
+
+    def _follow(self, node: Node) -> list[Node]:
+        return list(filter(self._moves, ancestors_of([node], through=self._moves)))
 
     def _ready_position(self, node: Node) -> int:
         """The position at which a value is ready if all before it run as early as they can. Without recursion: the terms of a norm are a
