@@ -245,6 +245,8 @@ def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
         return None
     stays = sum(holds.kept.values()) + holds.peak.gradients
     over = max(1, budget - stays)
+    # GPT-2 of 2 layers, 4 microbatches, in 0.9 and 0.75 of its bytes: were any larger number tried, what is named would take 1.2 ms less
+    # and 1.6 ms more a call; were four times, the same and 17 ms more
     least = max(2 * request.count, ceil(request.count * (holds.peak.total - holds.peak.gradients) / over))
     ranks = prod(axis.size for axis in left.mesh.axes if role(axis.name) in DATA_ROLES)
     more = [count for count in microbatch_counts(left.placed) if count >= 2 * request.count]

@@ -59,7 +59,8 @@ SLOWER: Final = "slower than what is taken"
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. A larger number
-fills the pipeline better, and costs more launches and messages. Not measured."""
+fills the pipeline better, and costs more launches and messages. (Two or four times are taken for Llama, also in half of its bytes, GPT-2
+and T5 on pp=2 and 4; without 8, or with 16, nothing changes there, nor do CPU seconds.)"""
 
 
 def settle_microbatches(request: Request) -> Request:

@@ -147,10 +147,11 @@ def recompute_note(kept: KeptValues, bound: float, can: Recomputable, often: str
 
 
 HIDDEN: Final = 0.02
-"""Share of their seconds that hidden copies count for: kernels have a little less memory bandwidth meanwhile. Not measured."""
+"""Share of their seconds that hidden copies count for: kernels have a little less memory bandwidth meanwhile. (In 0.7 of its
+bytes T5 is 1.3 % slower with 0 or 0.2, Llama of 6 layers as fast.)"""
 HIDES: Final = 0.6
-"""Share of a layer's seconds in forward that can hide copies: these run one after another, and are not evenly spread. Not
-measured."""
+"""Share of a layer's seconds in forward that can hide copies: these run one after another, and are not evenly spread. (In 0.7 of
+their bytes T5 is 1.3 % slower with 0.3 or 1.2, Llama of 6 layers 0.5 % faster with 0.3, and as fast with 1.2 or no limit.)"""
 
 
 class HostTrade:

@@ -28,8 +28,8 @@ from meshc.passes.memory.kept_values import all_kept, cheapest_kept, least_kept
 from meshc.passes.memory.recomputable import Recomputable
 
 EARLIER: Final = 0.02
-"""How much more a byte of the first value of forward counts than one of the last, so that equal layers change one after another. Not
-measured: small beside differences between operators."""
+"""How much more a byte of the first value of forward counts than one of the last, so that equal layers change one after another.
+(In 0.6 of their bytes Llama of 6 layers is 7 % slower without it, T5 of 3 layers 2 %; with 0.04 Llama as fast, T5 0.2 % slower.)"""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from meshc.ir.sharding import tile_sizes
 from meshc.passes.planner.search_space import Axes, Option
 
 WASTE: Final = 2.0
-"""Most positions of tiles for each real position: half of all ranks have work, at least. Not measured."""
+"""Most positions of tiles for each real position: half of all ranks have work, at least. (With 1 Llama is 19 % slower on `dp=8,tp=6`,
+Mixtral 0.04 % on `dp=8,tp=8`, and 1.5 is no better there; with 4 nothing is faster in six searches.)"""
 
 DEFERRED: Final = -1
 """In place of a label: the axis splits none, and operands and results are partial over it."""

@@ -23,8 +23,8 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.planner.search_space import DecidedValue, Key, SearchSpace
 
 ROUNDS: Final = 2
-"""With more a layer is told from the next by how far it is from the ends. (Two layers of llama and bert on `dp=8,tp=8`: without, plans are
-0.4 to 0.5 % slower; one to four give one plan, of llama from 130, 175, 223 and 268 classes. One is enough for eight more.)"""
+"""With more a layer is told from the next by how far it is from the ends: on three axes Mixtral and T5 are 0.4 and 0.2 % faster with three,
+in 1.3 and 2.3 times the seconds, Mixtral 0.1 % slower with one. (Llama and BERT on `dp=8,tp=8`: without, 0.4 to 0.5 % slower.)"""
 
 
 @dataclass(frozen=True)

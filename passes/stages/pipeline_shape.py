@@ -97,6 +97,7 @@ class PipelineShape:
         return played.makespan_s(costs)
 
 
+# one search of Llama or T5 makes 5 for a number of microbatches, of which at most 5 are tried: 64 are enough for two searches
 @lru_cache(maxsize=64)
 def _rehearse(shape: PipelineShape, links: frozenset[StageLink]) -> ScheduleReplay:
     """The simulated schedule of a shape with lists that do not depend on costs; memoised for all cuts."""
