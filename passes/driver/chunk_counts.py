@@ -33,7 +33,7 @@ TIMES: Final = 3
 MOST_TIMES: Final = 6
 """An upper bound of the same: twice what was seen. (With 3 and 12 Llama's programs are the same too.)"""
 LITTLE: Final = 0.005
-"""The share of a call's seconds that recompute may take without chunks, or a host, being tried for it. (Llama of 4 layers: with none,
+"""The share of a call's seconds that recompute may take without chunks, or a host, being tried for it. (Llama of 4 layers: with 0,
 two more programs are lowered in 0.95 of its bytes, for nothing; with 0.02 the one in 0.8 of them is 0.9 % slower.)"""
 
 
