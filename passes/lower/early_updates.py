@@ -119,8 +119,8 @@ class UpdatePlaces(Positions):
         self.index[by] = self.index[member]
 
     def _own(self, node: Node) -> set[Node]:
-        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters, which is
-        followed once for all that read it."""
+        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters, which
+        is followed once for all that read it."""
 
         def alone(one: Node) -> bool:
             return one is node or (self._moves(one) and len(one.users) == 1)
