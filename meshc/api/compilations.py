@@ -81,14 +81,14 @@ class Compilation:
 class AdmittedCall(NamedTuple):
     """A checked call, with its key.
 
-    arguments  gives them by name; of parts of unequal numbers of rows, the whole batch as shapes
-    known      what is known of the calls that look like it
-    key        of its compilation
-    tensors    what this rank has passed
-    state      one object as long as the module is as it is
+    arguments   gives them by name; of parts of unequal numbers of rows, the whole batch as shapes
+    known       what is known of the calls that look like it
+    key         of its compilation
+    tensors     what this rank has passed
+    state       one object as long as the module is as it is
     optimizers  of a training step those that step now
-    dealt      how such parts become tiles; None where they are tiles
-    cached     what it was before, if it has a cache, or is an encoder's
+    dealt       how such parts become tiles; None where they are tiles
+    cached      what it was before, if it has a cache, or is an encoder's
     """
 
     arguments: Callable[[], Arguments]

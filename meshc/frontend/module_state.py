@@ -72,11 +72,11 @@ def _names(kind: type) -> tuple[str, ...]:
     return found
 
 
-def plain_settings(module: nn.Module) -> dict[str, object] | None:
-    """The attributes that count for a module where its state is its mode and these, and all are plain values; None for another."""
+def plain_settings(module: nn.Module, state: tuple[Hashable, ...]) -> dict[str, object] | None:
+    """The attributes that count for a module, where `state`, its own, is its mode and these, and all are plain values; None for another."""
     held, names = vars(module), _names(type(module))
     found = {name: held.get(name) for name in names}
-    alone = len(state_of(module)) == 1 + len(names) and all(type(value) in PLAIN for value in found.values())
+    alone = len(state) == 1 + len(names) and all(type(value) in PLAIN for value in found.values())
     return found if alone else None
 
 

@@ -82,7 +82,7 @@ class ModuleWatch:
         modules = list(self.module.modules())
         self._places = _ModuleSnapshot([vars(module) for module in modules])
         states = [(module, state_of(module)) for module in modules]
-        plain = [plain_settings(module) for module in modules]
+        plain = [plain_settings(*row) for row in states]
         self._settings = [(vars(module), *row) for module, found in zip(modules, plain, strict=True) for row in (found or {}).items()]
         self._others = [row for row, found in zip(states, plain, strict=True) if found is None]
         found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}

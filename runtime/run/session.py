@@ -141,6 +141,7 @@ class Session:
         self._buffers = {key: store.buffer(key) for key in kept}  # the same tensors for as long as the session lives
         mine = program.mesh.coordinates(dist.get_rank())
         self._owned = [key for key in self._written if program.owns(key, mine)]
+        # by the store's own keys, which of tied tensors are one
         self._marked = frozenset(held.key for key in self._written if (held := store.find(key)) is not None)
         self.numbers: dict[str, torch.Tensor] = {
             port.key: torch.zeros((), dtype=torch.float64, device=self.device if port.name.split(".")[-1] in ON_DEVICE else "cpu")
