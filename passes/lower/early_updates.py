@@ -12,6 +12,7 @@ slice operands for an update move with it, and so do the squares of its gradient
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
@@ -19,7 +20,7 @@ from typing import Final
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import has_record, is_getitem, local_bytes, phase_of, record, runs_on_host, spmd
+from meshc.ir import has_record, is_getitem, is_tensor, local_bytes, phase_of, record, runs_on_host, spmd
 from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.optim import MANY, WRITTEN
@@ -61,11 +62,11 @@ class Positions:
         self.nodes = list(nodes)
         self.index = {node: index for index, node in enumerate(self.nodes)}
         self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
-        self._reductions = [node for node in self.nodes if node.target in REDUCTIONS]
+        self._reductions = [index for node, index in self.index.items() if node.target in REDUCTIONS]
 
     def arrival(self, reduction: Node, alike: bool) -> int:
         """The position of the next reduction, of those along the same axes if `alike`: by then a reduction has arrived."""
-        later = (self.index[one] for one in self._reductions if self.index[one] > self.index[reduction])
+        later = self._reductions[bisect(self._reductions, self.index[reduction]) :]
         return next((at for at in later if not alike or self.nodes[at].args[1] == reduction.args[1]), len(self.nodes) - 1)
 
 
@@ -78,6 +79,7 @@ class UpdatePlaces(Positions):
         self.behind = list(self.nodes)
         """By position of each node, the last node that was moved right behind it, or the node itself."""
         self._ready: dict[Node, int] = {}
+        self._norms = [node for node in self.nodes if node.target is torch.ops.meshc.square_sum.default]
         self._moves, self._with_operands = cache(_moves), cache(self._follow)
 
     def parts(self, members: Sequence[Node], limit: int | None = None) -> list[list[Node]]:
@@ -103,9 +105,8 @@ class UpdatePlaces(Positions):
         """Moves members, with the nodes computed for them, behind the latest of their places."""
         at = max(map(self.position_of, members))
         own = {node for member in members for node in self._own(member)}
-        square_sum = torch.ops.meshc.square_sum.default
-        beside = {user for node in own for operand in node.all_input_nodes for user in operand.users if user.target is square_sum}
-        norms = {norm for norm in beside if self._ready_position(norm) <= at}
+        operands = {operand for node in own for operand in node.all_input_nodes}
+        norms = {norm for norm in self._norms if norm.args[0] in operands and self._ready_position(norm) <= at}
         moving = sorted(own | norms, key=self.index.__getitem__)
         for node in moving:
             if self.index[node] > at:
@@ -181,7 +182,7 @@ def _written_memory(member: Node) -> list[Node]:
 
     operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
     found = ancestors_of((one for one in operands if isinstance(one, Node)), through=has_others_memory)
-    return [root for root in found if not has_others_memory(root)]
+    return [root for root in found if is_tensor(root) and not has_others_memory(root)]
 
 
 def _shares(user: Node) -> bool:
