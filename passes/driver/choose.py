@@ -221,7 +221,7 @@ class _CandidateSearch:
         weighed = _candidate(name, self.placed, found)
         if judge.is_beaten(weighed):
             return None
-        if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: another choice has about the same ratio
+        if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # no margin: estimates are seldom too high
             judge.drop(weighed, SLOWER)
             return None
         if not self.search.allowed.take_candidate():
@@ -266,8 +266,6 @@ class _CandidateSearch:
     def try_recipes(self) -> None:
         """Compiles the recipes that may be faster than the best program, and than the known plan."""
         judge, ratio = self.judge, self.judge.last_ratio()
-        if not judge.apart:  # the last program may be slower than its estimate for its own reason: recompute
-            ratio = min(ratio, 1.0)
         judged = self._judged_options
         for recipe in self.recipes:
             weighed = recipe.weighed

@@ -95,9 +95,12 @@ class Judge:
         return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, self._known_limit_s)
 
     def last_ratio(self) -> float:
-        """Seconds by the clock per estimated second of the latest program."""
+        """Seconds by the clock per estimated second of the latest program; of a program in one piece 1 at most: that it is slower than its
+        estimate may have a reason of its own. (Of Llama 70B's choices on 4096 ranks that with the fastest estimate takes 1.14 of it, and
+        one with an estimate 11 % above it takes 1.1 % less.)"""
         last = self.lowered[-1][0] if self.lowered else None
-        return last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
+        ratio = last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
+        return ratio if self.apart else min(ratio, 1.0)
 
     def drop(self, weighed: PlanCandidate, why: str) -> None:
         self.dropped.append(replace(weighed, dropped=why))

@@ -8,7 +8,7 @@ memory has a price, a resharded form counts once, for the reader that keeps it a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -46,24 +46,30 @@ class Descent:
             pick[number] = int(self.left[number][self.costs(number, pick).argmin()])
         return tuple(pick)
 
-    def improve(self, start: Sequence[int], fixed: int | None = None) -> Pick:
-        """The choice `start`, improved; around the class `fixed`, if given, which keeps its option. (Costs where memory has a price are not
-        exact: a choice that comes again is the end.)"""
-        pick, seen = list(start), {tuple(start)}
+    def improve(self, start: Sequence[int], fixed: int | None = None, fits: Callable[[Pick], bool] | None = None) -> Pick:
+        """The choice `start`, improved; around the class `fixed`, if given, which keeps its option; among choices
+        that fit, if `fits` is given. (Costs where memory has a price are not exact: a choice that comes again is the end.)"""
+        pick, seen = tuple(start), {tuple(start)}
         waiting = dict.fromkeys(range(len(pick)) if fixed is None else self._neighbours(fixed))
         while waiting:
             number = next(iter(waiting))
             del waiting[number]
-            costs = self.costs(number, pick)
-            best = int(costs.argmin())
-            now = np.flatnonzero(self.left[number] == pick[number])
-            if not len(now) or costs[best] * (1 + MARGIN) < costs[now[0]]:
-                pick[number] = int(self.left[number][best])
-                if tuple(pick) in seen:
-                    break
-                seen.add(tuple(pick))
+            better = next((one for one in self._better_options(number, pick, fits is None) if fits is None or fits(one)), None)
+            if better in seen:
+                break
+            if better is not None:
+                seen.add(pick := better)
                 waiting.update(dict.fromkeys(other for other in self._neighbours(number) if other != fixed))
-        return tuple(pick)
+        return pick
+
+    def _better_options(self, number: int, pick: Pick, best_alone: bool) -> Iterator[Pick]:
+        """Choices in which one class has an option of lower cost, the lowest first."""
+        costs, left = self.costs(number, pick), self.left[number]
+        now = np.flatnonzero(left == pick[number])
+        for option in [costs.argmin()] if best_alone else costs.argsort(kind="stable"):
+            if len(now) and costs[option] * (1 + MARGIN) >= costs[now[0]]:
+                return
+            yield (*pick[:number], int(left[option]), *pick[number + 1 :])
 
     def _neighbours(self, number: int) -> Iterable[int]:
         for group in self.makes[number]:
