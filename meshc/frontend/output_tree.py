@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final
 
+from meshc.frontend.cache_copies import CacheCopies
 from meshc.ir import trees
-from meshc.ir.paths import cache_paths, is_cache, leaves_around_caches, spec_paths
+from meshc.ir.paths import cache_paths, is_cache, leaves_around_caches, spec_paths, specs_around_caches
 
 AS_PASSED: Final = "the cache that was passed, each tensor where it lay"
 """Placeholder in an output for a cache that is unchanged; compared by identity."""
@@ -39,7 +41,9 @@ class OutputTree:
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
         rest = iter(tensors)
-        return trees.unflatten([self._leaf(number, rest) for number in range(self.spec.num_leaves)], self.spec)
+        leaves = iter([self._leaf(number, rest) for number in range(self.spec.num_leaves)])
+        around = [next(leaves) if one is None else one.build(list(islice(leaves, one.spec.num_leaves))) for one in self._caches]
+        return trees.build_tree(iter(around), self.spec, is_cache)
 
     def build_around(self, cache: object, tensors: Sequence[object]) -> Any:
         """The output with `cache` in the place of each cache; `tensors` are the leaves outside of caches."""
@@ -50,6 +54,11 @@ class OutputTree:
     @cached_property
     def _around(self) -> list[int | None]:
         return leaves_around_caches(self.spec)
+
+    @cached_property
+    def _caches(self) -> list[CacheCopies | None]:
+        """For each leaf None, and for each cache what builds it."""
+        return [CacheCopies(node) if is_cache(node) else None for node in specs_around_caches(self.spec)]
 
     def _leaf(self, number: int, tensors: Iterator[object]) -> object:
         return self.plain[number] if number in self.plain else next(tensors)

@@ -32,19 +32,19 @@ def leaves_around_caches(spec: trees.Spec) -> list[int | None]:
     """Indices of the leaves, with one None for each key-value cache in place of its leaves."""
     found: list[int | None] = []
     first = 0
-    for node in _until_caches(spec):
+    for node in specs_around_caches(spec):
         found.append(None if is_cache(node) else first)
         first += node.num_leaves
     return found
 
 
-def _until_caches(spec: trees.Spec) -> Iterator[trees.Spec]:
-    """The specs of leaves, and of caches as one each."""
+def specs_around_caches(spec: trees.Spec) -> Iterator[trees.Spec]:
+    """The specs of leaves, and of key-value caches as one each."""
     if spec.is_leaf() or is_cache(spec):
         yield spec
         return
     for child in spec.children():
-        yield from _until_caches(child)
+        yield from specs_around_caches(child)
 
 
 def cache_paths(spec: trees.Spec) -> list[str]:

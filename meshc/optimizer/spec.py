@@ -10,7 +10,8 @@ import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final, TypeGuard
+from itertools import chain
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from meshc.ir.functions import Function
 from meshc.ops.block_codes import BLOCK, code_of, scale_shape
 from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer.registered_updates import UPDATES
+
+Key: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 HIDDEN = "meshc."
 """Prefix of state slots that a program keeps and `optimizer.state` does not know."""
@@ -227,8 +230,10 @@ class OptimizerSpec:
 
     optimizer: str
     groups: tuple[GroupSpec, ...]
-    key: tuple[tuple[str, Hashable], ...]
+    key: Key
     idle: tuple[tuple[Tensor, str], ...] = ()
+    _seen: list[tuple[list[int], list[object], Key]] = field(default_factory=list, init=False)
+    """Of the latest groups whose entries cannot change in place: counts, entries, key."""
 
     def group_of(self, param: Tensor) -> GroupSpec:
         for group in self.groups:
@@ -251,8 +256,18 @@ class OptimizerSpec:
         ]
         return replace(self, groups=tuple(groups), idle=tuple((live(param), who) for param, who in self.idle))
 
-    def key_of(self, optimizer: AnyOptimizer) -> tuple[tuple[str, Hashable], ...]:
-        return guarded_key(optimizer, [group.guards for group in self.groups])
+    def key_of(self, optimizer: AnyOptimizer) -> Key:
+        """The key now: the one returned before if groups hold the same entries, none of which changes in place."""
+        members, groups = members_of(optimizer), optimizer.param_groups
+        counts = [len(UPDATES), *(len(group["params"]) for group in groups)]
+        entries = [*map(type, members), *chain.from_iterable(groups), *chain.from_iterable(map(dict.values, groups))]
+        for known, then, key in self._seen:
+            if known == counts and len(then) == len(entries) and all(map(operator.is_, then, entries)):
+                return key
+        key = guarded_key(optimizer, [group.guards for group in self.groups])
+        fixed = all(_is_fixed(value) for group in groups for name, value in group.items() if name not in ("params", "param_names"))
+        self._seen[:] = [(counts, entries, key)] if fixed else []
+        return key
 
 
 # What torch's optimizers hold in a group.
@@ -313,6 +328,11 @@ def kind_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     if _follows(optimizer, torch.optim.Adam):
         return "adamw" if group.get("decoupled_weight_decay") else "adam"
     return "sgd" if _follows(optimizer, torch.optim.SGD) else "other"
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether a value is plain, and no one can change it in place."""
+    return isinstance(value, bool | int | float | str | None) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def _is_number(value: object) -> TypeGuard[float | Tensor]:
@@ -385,7 +405,7 @@ def rates(optimizer: AnyOptimizer) -> list[float | None]:
     return [None if rate is None else float(rate) for rate in found]
 
 
-def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[NumberGuard]]) -> tuple[tuple[str, Hashable], ...]:
+def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[NumberGuard]]) -> Key:
     members = members_of(optimizer)
     rows = [(member, group) for member in members for group in member.param_groups]
     entries: list[tuple[str, Hashable]] = [("optimizer", str(Optimizers(members))), ("number of groups", len(rows))]

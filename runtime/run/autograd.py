@@ -14,18 +14,16 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError, join_names
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import BACKWARD, Session
-from meshc.runtime.state.stored_tensor import StoredTensor, copy_if_shared, memories_of, memory_of, versions_of
+from meshc.runtime.state.stored_tensor import UserTensors, copy_if_shared, memories_of, memory_of, versions_of
 
 
 class _WriteTracker:
     """Version counters of a call's parameters and inputs, to find writes by users. All counters are compared as one list, the only
     cost when nothing has changed."""
 
-    def __init__(self, given: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-        """given: tensors by key, and those of them that are stored; torch keeps no version of inference tensors, so they are left out."""
-        self._values = {key: value for key, value in given.items() if not value.is_inference()}
-        self._held = {key: held for key, held in stored.items() if held.shared}
-        self._lives = [held.live for held in self._held.values()]
+    def __init__(self, kept: UserTensors, inputs: Mapping[str, torch.Tensor]) -> None:
+        """inputs: by key; torch keeps no version of inference tensors, so they are left out."""
+        self._kept, self._inputs = kept, {key: value for key, value in inputs.items() if not value.is_inference()}
         self._then = self._versions()
 
     def written_keys(self) -> set[str]:
@@ -33,12 +31,11 @@ class _WriteTracker:
         now, then = self._versions(), self._then
         if now == then:
             return set()
-        keys = [*self._values, *self._held, *self._held]
+        keys = [*self._kept.keys, *self._inputs]
         return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
 
     def _versions(self) -> list[int]:
-        parts = [live._local_tensor if isinstance(live, DTensor) else live for live in self._lives]
-        return versions_of([*self._values.values(), *self._lives, *parts])
+        return [*self._kept.versions(), *versions_of(self._inputs.values())]
 
 
 class ForwardCall:
@@ -55,13 +52,13 @@ class ForwardCall:
         self.moves = session.store.moves
         self.inputs, self.scale, self.times, self.numbers = inputs, scale, times, numbers
 
-    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
-        """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
+    def keep(self, saved: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
+        """Keeps what backward reads. inputs: by key; began: keys of the call's first values, by storage address."""
         self.saved, self._began = saved, began
         kept, lasting = self.session.kept_keys, self.session.kept_memory
         self.memory = {*lasting, *memories_of(value for key, value in saved.items() if key not in kept)}
         """Storage addresses of the saved values, and of all that stays from call to call."""
-        self._given = _WriteTracker(given, self.session.held_of_users)
+        self._given = _WriteTracker(self.session.user_tensors(), inputs)
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, scaled; None if there is none."""
@@ -89,7 +86,7 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
-        given = {key: env[key] for key in session.of_users if key in env}
+        given = {port.key: env[port.key] for port in session.inputs}
         new = {key: value for key, value in env.items() if key not in session.kept_keys}
         began = session.kept_memory | dict(zip(memories_of(new.values()), new, strict=True))
         with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
@@ -99,7 +96,9 @@ class ProgramFunction(torch.autograd.Function):
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in session.results]
         taken = call.memory | began.keys()
-        outputs = tuple(o if isinstance(o, DTensor) else _wrap_output(o, taken) for o in whole)
+        memories = memories_of(o for o in whole if not isinstance(o, DTensor))
+        apart = len(memories) == len(set(memories))
+        outputs = tuple(o if isinstance(o, DTensor) else _wrap_output(o, taken, apart) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(session.results, outputs, strict=True) if port.name not in session.tangents])
         return outputs
 
@@ -158,11 +157,14 @@ def _refuse_anomalies() -> None:
         )
 
 
-def _wrap_output(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def _wrap_output(output: torch.Tensor, taken: set[int], apart: bool) -> torch.Tensor:
     """An output as the autograd function returns it. With memory of its own it may be changed in place: `logits /= 2`. If it is an input,
-    another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place."""
+    another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place.
+    apart: no two outputs share memory."""
     memory = memory_of(output)
     if memory in taken:
         return output.view_as(output) if output.dim() else output.clone()
     taken.add(memory)
+    if apart and not output._is_view():
+        return output
     return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())

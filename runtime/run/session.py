@@ -14,7 +14,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from meshc.cost.peak_memory import uses_host
 from meshc.errors import InputError, StateError
@@ -22,7 +21,6 @@ from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
 from meshc.ir import layouts, op_name, spmd
-from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
@@ -38,22 +36,11 @@ from meshc.runtime.run.duplicate_batches import DuplicateBatchCheck
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.state.changes import is_rare_turn
 from meshc.runtime.state.store import Store
-from meshc.runtime.state.stored_tensor import memories_of
+from meshc.runtime.state.stored_tensor import UserTensors, memories_of
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 """Parts of a call; in module mode BACKWARD is run by torch's autograd, later."""
-
-
-class _SkipEmptyCat(TorchFunctionMode):
-    """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
-
-    def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
-        if func is torch.cat and isinstance(args[0], (list, tuple)):
-            kept = [x for x in args[0] if isinstance(x, DTensor) or x.numel()]
-            if len(kept) == 1 and isinstance(kept[0], DTensor):
-                return kept[0]
-        return func(*args, **(kwargs or {}))
 
 
 OF_WHOLE: Final = (
@@ -159,14 +146,12 @@ class Session:
             store.changes.open(executor.board, self._buffers, self._sends.values())
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
-        self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
-        """Keys of tensors that a user may write to."""
         self.kept_keys = frozenset((*self._buffers, *executor.constants))
         """Of tensors that stay from call to call."""
-        lasting = executor.constants | dict(sorted(self._buffers.items(), key=lambda row: row[0] in self.of_users))
+        lasting = executor.constants | dict(sorted(self._buffers.items(), key=lambda row: is_a(row[0], "parameter")))
         self.kept_memory = dict(zip(memories_of(lasting.values()), lasting, strict=True))
         """Their keys by the address of their memory; of several in one memory the user's own."""
-        self.held_of_users = {key: held for key in self.of_users if (held := store.find(key)) is not None}
+        self._users: tuple[int, UserTensors] | None = None
         self._plain = {
             port.key
             for port in program.outputs
@@ -225,6 +210,14 @@ class Session:
             # a backward that draws again comes after other calls, maybe
             values[self.random] = self.seed_step if self.backwards is None else self.seed_step.clone()
         return values
+
+    def user_tensors(self) -> UserTensors:
+        """The parameters, as a user may write to them; others once experts have moved."""
+        if self._users is None or self._users[0] != self.store.moves:
+            mine = [key for key in self._buffers if is_a(key, "parameter")]
+            stored = {key: held for key in mine if (held := self.store.find(key)) is not None}
+            self._users = self.store.moves, UserTensors({key: self._buffers[key] for key in mine}, stored)
+        return self._users[1]
 
     @property
     def calling(self) -> str:
@@ -377,8 +370,7 @@ class Session:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         if tensors and self._cached.stand(leaves, tensors):
             return self.output_tree.build_around(AS_PASSED, [leaves[at] for at in self._cached.beside])
-        with _SkipEmptyCat() if self.caches else nullcontext():
-            return self.output_tree.build(leaves)
+        return self.output_tree.build(leaves)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """A plain tensor if the value is whole on every rank, or the rank's own part of the batch; else a DTensor."""
@@ -408,7 +400,7 @@ class Session:
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One call: values, schedule, write-back. Returns every value by key."""
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if self._graphed is None:
                 return self.work(self.values(tensors, numbers))
             env = self._graphed.run(tensors, numbers)

@@ -215,6 +215,22 @@ def _wrap_dtensor(
     return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen
 
 
+class UserTensors:
+    """Tensors that stay from call to call, and that a user may write to directly or through the DTensor that has their memory: their
+    version counters. Torch keeps none of inference tensors."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+        """buffers: the tensors by key; stored: those of them that are stored."""
+        buffers = {key: value for key, value in buffers.items() if not value.is_inference()}
+        held = {key: one.live for key, one in stored.items() if one.shared}
+        parts = {key: live for key, live in held.items() if isinstance(live, DTensor)}
+        self.keys = [*buffers, *held, *parts]
+        self._tensors, self._distributed = [*buffers.values(), *held.values()], list(parts.values())
+
+    def versions(self) -> list[int]:
+        return versions_of([*self._tensors, *map(_local, self._distributed)])
+
+
 _kind, _local = attrgetter("dtype", "device.type"), attrgetter("_local_tensor")
 _memory, _wrapper, _version = attrgetter("memory"), attrgetter("wrapper"), attrgetter("_version")
 

@@ -173,6 +173,39 @@ def test_flag_that_changes_is_named():
     assert mo.describe(optimizer).key == spec.key_of(optimizer)
 
 
+def _tensor_decay(optimizer: torch.optim.Optimizer, decay: list) -> None:
+    decay[0].fill_(0.1)
+
+
+def _other_list(optimizer: torch.optim.Optimizer, decay: list) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:1]
+
+
+def _shorter_list(optimizer: torch.optim.Optimizer, decay: list) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def _new_group(optimizer: torch.optim.Optimizer, decay: list) -> None:
+    optimizer.add_param_group({"params": parameters()})
+
+
+def _other_class(optimizer: torch.optim.Optimizer, decay: list) -> None:
+    optimizer.__class__ = type("Mine", (torch.optim.SGD,), {})
+
+
+@pytest.mark.parametrize("change", [_tensor_decay, _other_list, _shorter_list, _new_group, _other_class])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_key_of_groups_is_read_again_whatever_changes(change, tensor):
+    decay = [torch.zeros(()) if tensor else 0.0]
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, weight_decay=decay[0])
+    spec = mo.describe(optimizer)
+    first = spec.key_of(optimizer)
+    assert first == spec.key and (spec.key_of(optimizer) is first) == (not tensor)  # nothing is read twice
+    if tensor or change is not _tensor_decay:
+        change(optimizer, decay)
+        assert spec.key_of(optimizer) == mo.guarded_key(optimizer, [group.guards for group in spec.groups]) != first
+
+
 @pytest.mark.parametrize("kind, options", OPERATORS)
 def test_resumed_state(kind, options):
     optimizer = kind(parameters(), **copy.deepcopy(options))
