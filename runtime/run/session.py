@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import is_
 from typing import Any, Final
 from weakref import ref
 
@@ -128,6 +129,7 @@ class Session:
         self._buffers = {key: store.buffer(key) for key in kept}  # the same tensors for as long as the session lives
         mine = program.mesh.coordinates(dist.get_rank())
         self._owned = [key for key in self._written if program.owns(key, mine)]
+        self._owned_buffers = [self._buffers[key] for key in self._owned]
         # by the store's own keys, which of tied tensors are one
         self._marked = frozenset(held.key for key in self._written if (held := store.find(key)) is not None)
         self.numbers: dict[str, torch.Tensor] = {
@@ -326,10 +328,11 @@ class Session:
 
     def finish(self, env: Mapping[str, torch.Tensor]) -> None:
         """Writes results back to stored buffers, and marks them as written."""
-        for key in self._owned:
-            buffer, value = self._buffers[key], env[key]
-            if value is not buffer:
-                buffer.copy_(value)
+        values = list(map(env.__getitem__, self._owned))
+        if not all(map(is_, self._owned_buffers, values)):
+            for buffer, value in zip(self._owned_buffers, values, strict=True):
+                if value is not buffer:
+                    buffer.copy_(value)
         self.note_written()
         if self._await_host:  # readers of host memory do not wait for streams
             torch.cuda.current_stream(self.device).synchronize()
