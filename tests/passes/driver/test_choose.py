@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshc.cost import peak_memory
 from meshc.cost.devices import Link, device
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
+from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
@@ -27,6 +29,7 @@ from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
 from meshc.passes.planner.relaxation import Allowance
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
+from meshc.plan.plan_candidate import PlanCandidate
 from tests import models
 from tests.captured import Captured
 from tests.passes.planner.known import two
@@ -54,6 +57,19 @@ def left(captured: Captured, mesh: str, **ask: Any) -> LoweredProgram:
 def two_products() -> models.Case:
     model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     return models.Case("two products", model, {"input": torch.randn(8, 24)}, F.cross_entropy, {"target": torch.randint(10, (8,))})
+
+
+def test_a_choice_is_compiled_if_its_estimate_is_below_the_best_programs_seconds() -> None:
+    """Of a step in one piece; of one in parts estimates are of one part, and the latest program says how they compare."""
+    for microbatches in (1, 2):
+        request = SimpleNamespace(mesh=Mesh("dp=2"), beaten_s=None, count=microbatches)
+        judged = judge.Judge(SimpleNamespace(request=request), None, None)  # type: ignore[arg-type]
+        judged.best = SimpleNamespace(seconds=2.0)  # type: ignore[assignment]
+        judged.lowered = [(PlanCandidate("found", "", seconds=2.0, estimated=1.8), None)]  # type: ignore[list-item]
+        slow = [
+            judged.is_too_slow(PlanCandidate("found", "", estimated=estimated), judged.last_ratio(), 0.0) for estimated in (1.79, 1.95, 2.05)
+        ]
+        assert slow == [False, microbatches > 1, True]
 
 
 def test_what_is_taken_is_no_slower_than_any_recipe_by_the_clock() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from meshc.cost.devices import device
 from meshc.passes.planner import narrow_options as narrowing
-from meshc.passes.planner.budget_search import find_fewest_bytes, search_within_budget
+from meshc.passes.planner.budget_search import BudgetSearch, find_fewest_bytes, search_within_budget
 from meshc.passes.planner.cost_model import CostModel
 from meshc.passes.planner.dual_ascent import DualAscent
 from meshc.passes.planner.lagrangian import Lagrangian
@@ -77,6 +77,31 @@ def test_within_a_budget_too(seed: int) -> None:
     assert bound <= least + CLOSE
     assert min(fitting) == pytest.approx(least, rel=1e-2)  # the gap that is looked into no further
     assert bound >= min(fitting) * (1 - 1e-2) - CLOSE
+
+
+def test_within_a_budget_no_class_alone_makes_what_is_found_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices are of moments: what they lead to may be improved by changes that keep the budget."""
+    worse = 0
+    for seed in range(40):
+        model, memory = drawn(seed, classes=5)
+        free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
+        budget = 0.8 * fullest(memory, free.pick)
+
+        def found() -> list[tuple[float, tuple[int, ...]]]:
+            picks, _ = search_within_budget(model, memory, budget, free, allowed=Allowance(0.0))  # noqa: B023
+            return sorted((model.seconds(pick), pick) for pick in picks if fullest(memory, pick) <= budget)  # noqa: B023
+
+        known = found()
+        if not known:
+            continue
+        seconds, pick = known[0]
+        for number, own in enumerate(model.own):
+            others = [(*pick[:number], option, *pick[number + 1 :]) for option in range(len(own))]
+            assert all(model.seconds(one) >= seconds - CLOSE for one in others if fullest(memory, one) <= budget)
+        with monkeypatch.context() as patch:
+            patch.setattr(BudgetSearch, "improve_fitting", lambda self: None)
+            worse += found()[0][0] > seconds + CLOSE
+    assert worse
 
 
 @pytest.mark.parametrize("seed", range(15))
