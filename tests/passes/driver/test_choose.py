@@ -66,9 +66,8 @@ def test_a_choice_is_compiled_if_its_estimate_is_below_the_best_programs_seconds
         judged = judge.Judge(SimpleNamespace(request=request), None, None)  # type: ignore[arg-type]
         judged.best = SimpleNamespace(seconds=2.0)  # type: ignore[assignment]
         judged.lowered = [(PlanCandidate("found", "", seconds=2.0, estimated=1.8), None)]  # type: ignore[list-item]
-        slow = [
-            judged.is_too_slow(PlanCandidate("found", "", estimated=estimated), judged.last_ratio(), 0.0) for estimated in (1.79, 1.95, 2.05)
-        ]
+        given = [PlanCandidate("found", "", estimated=estimated) for estimated in (1.79, 1.95, 2.05)]
+        slow = [judged.is_too_slow(one, judged.last_ratio(), 0.0) for one in given]
         assert slow == [False, microbatches > 1, True]
 
 
