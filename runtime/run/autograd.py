@@ -52,13 +52,20 @@ class ForwardCall:
         self.moves = session.store.moves
         self.inputs, self.scale, self.times, self.numbers = inputs, scale, times, numbers
 
-    def keep(self, saved: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
-        """Keeps what backward reads. inputs: by key; began: keys of the call's first values, by storage address."""
-        self.saved, self._began = saved, began
-        kept, lasting = self.session.kept_keys, self.session.kept_memory
-        self.memory = {*lasting, *memories_of(value for key, value in saved.items() if key not in kept)}
-        """Storage addresses of the saved values, and of all that stays from call to call."""
+    def keep(self, saved: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], new: Mapping[int, str]) -> None:
+        """Keeps what backward reads. inputs: by key; new: keys of the call's first values that do not stay, by storage address."""
+        self.saved, self._new = saved, new
+        kept = self.session.kept_keys
+        self._memories = set(memories_of([value for key, value in saved.items() if key not in kept]))
         self._given = _WriteTracker(self.session.user_tensors(), inputs)
+
+    def memories(self) -> set[int]:
+        """Storage addresses of the saved values, and of all that stays from call to call."""
+        return {*self.session.kept_memory, *self._memories}
+
+    def reads(self, memory: int) -> bool:
+        """Whether there are saved values at a storage address, or what the call began with."""
+        return memory in self._memories or memory in self._new or memory in self.session.kept_memory
 
     def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, scaled; None if there is none."""
@@ -68,7 +75,8 @@ class ForwardCall:
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Raises StateError, as torch does, for a backward that would read values written to since the call. read: keys of its inputs."""
         written = self._given.written_keys()
-        keys = (self._began.get(memory_of(self.saved[key])) for key in read if key in self.saved) if written else ()
+        memories = (memory_of(self.saved[key]) for key in read if key in self.saved) if written else ()
+        keys = (self._new.get(memory, self.session.kept_memory.get(memory)) for memory in memories)
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
             raise StateError(
@@ -87,18 +95,17 @@ class ProgramFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
         given = {port.key: env[port.key] for port in session.inputs}
-        new = {key: value for key, value in env.items() if key not in session.kept_keys}
-        began = session.kept_memory | dict(zip(memories_of(new.values()), new, strict=True))
+        new = [key for key in env if key not in session.kept_keys]
+        memories = dict(zip(memories_of([env[key] for key in new]), new, strict=True))
         with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
-        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, began)
+        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, memories)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in session.results]
-        taken = call.memory | began.keys()
-        memories = memories_of(o for o in whole if not isinstance(o, DTensor))
-        apart = len(memories) == len(set(memories))
-        outputs = tuple(o if isinstance(o, DTensor) else _wrap_output(o, taken, apart) for o in whole)
+        mine = memories_of([o for o in whole if not isinstance(o, DTensor)])
+        taken, apart = set[int](), len(mine) == len(set(mine))
+        outputs = tuple([o if isinstance(o, DTensor) else _wrap_output(o, call, taken, apart) for o in whole])
         ctx.mark_non_differentiable(*[o for port, o in zip(session.results, outputs, strict=True) if port.name not in session.tangents])
         return outputs
 
@@ -133,7 +140,7 @@ class ProgramFunction(torch.autograd.Function):
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
-        taken = call.memory | {memory_of(env[port.key]) for port in session.tangents.values() if port.key in env}
+        taken = call.memories() | {memory_of(env[port.key]) for port in session.tangents.values() if port.key in env}
         assert session.backwards is not None
         with session.executor.failure_guard(call.step, "run backward"):
             session.note_run(BACKWARD, call.calling)
@@ -157,12 +164,12 @@ def _refuse_anomalies() -> None:
         )
 
 
-def _wrap_output(output: torch.Tensor, taken: set[int], apart: bool) -> torch.Tensor:
+def _wrap_output(output: torch.Tensor, call: ForwardCall, taken: set[int], apart: bool) -> torch.Tensor:
     """An output as the autograd function returns it. With memory of its own it may be changed in place: `logits /= 2`. If it is an input,
     another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place.
-    apart: no two outputs share memory."""
+    taken: storage addresses of the outputs before it; apart: no two outputs share memory."""
     memory = memory_of(output)
-    if memory in taken:
+    if memory in taken or call.reads(memory):
         return output.view_as(output) if output.dim() else output.clone()
     taken.add(memory)
     if apart and not output._is_view():
