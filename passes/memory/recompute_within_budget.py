@@ -5,8 +5,8 @@
 Where a host budget is given, values are kept on the host in between if that takes less time (`HostTrade`).
 
 Held bytes are the peak by liveness (`meshc/cost/peak_memory.py`) of the whole graph, of one microbatch where there are several, recomputed
-values included. Each round keeps less by the excess, divided by the bytes freed per byte less kept in the round before, for at most four
-rounds; after that the program that keeps least is returned, which may exceed the budget.
+values included. Each round keeps less by the excess, divided by the bytes freed per byte less kept in the round before; from the fifth on,
+by half of what may still be recomputed. Where even the fewest bytes hold too much, the program that holds least is returned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from math import ceil
-from operator import itemgetter
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -38,8 +39,8 @@ from meshc.passes.phases.request import Request
 BY_BUDGET_THERE: Final = "memory budget"
 """Reason of the copies to the host."""
 ROUNDS: Final = 4
-"""Rounds, each for fewer bytes; and parts of all bytes, between which choices are tried where the fewest bytes hold too much. (With three,
-a Llama of 6 layers that may use its host is 0.7 % slower within 0.55 of its bytes.)"""
+"""Rounds by the excess, before halves; and parts of all bytes, between which choices are tried where the fewest bytes hold too much. (With
+three, a Llama of 6 layers that may use its host is 0.7 % slower within 0.55 of its bytes.)"""
 LEAST_FREED: Final = 0.25
 """Lower bound of the bytes freed per byte less kept, whatever the last round has shown, so that one round that frees little does not lead
 to the fewest bytes. (Without it the same Llama is as much slower.)"""
@@ -58,32 +59,37 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
     if room is not None:
         trade = HostTrade(stage.graph, can, takes, device, room - rank_bytes_when_lowered(lowered).host, fixed)
 
-    def program(most: int) -> tuple[LoweredProgram, int]:
-        """The program that keeps at most `most` bytes on the device, with the bytes that a rank holds."""
+    def program(most: int) -> _Made:
+        """The program that keeps at most `most` bytes on the device."""
         kept, bound = trade.within(most)
         left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(recompute_note(kept, bound, can))
-        return left, held_bytes(left)
+        return _Made(left, held_bytes(left), kept.bytes)
 
-    most, fewest, frees = whole, trade.keep_least.bytes, 1.0
-    least: tuple[LoweredProgram, int] | None = None
-    for _ in range(ROUNDS):
-        less = ceil((held - budget) / frees)
-        most = max(fewest, most - less)
-        made = program(most)
-        if made[1] <= budget:
-            return made[0]
-        least = least or program(fewest)
-        if least[1] > budget:
-            # recomputed values take memory too: a choice in between may hold less
-            between = []
-            for part in range(ROUNDS - 1, 0, -1):
-                between.append(program(whole * part // ROUNDS))
-                if between[-1][1] <= budget:
-                    return between[-1][0]
-            return min((*between, made, least), key=itemgetter(1))[0]
-        frees, held = min(1.0, max(LEAST_FREED, (held - made[1]) / less)), made[1]
-    assert least is not None
-    return least[0]
+    kept, fewest, frees = whole, trade.keep_least.bytes, 1.0
+    for turn in count():
+        less = ceil((held - budget) / frees) if turn < ROUNDS else (kept - fewest + 1) // 2
+        made = program(max(fewest, kept - less))
+        if made.held <= budget:
+            return made.left
+        if made.kept <= fewest:
+            break
+        frees = min(1.0, max(LEAST_FREED, (held - made.held) / (kept - made.kept)))
+        held, kept = made.held, made.kept
+    # recomputed values take memory too: a choice in between may hold less
+    tried = [made]
+    for part in range(ROUNDS - 1, 0, -1):
+        tried.append(program(whole * part // ROUNDS))
+        if tried[-1].held <= budget:
+            return tried[-1].left
+    return min(reversed(tried), key=attrgetter("held")).left
+
+
+class _Made(NamedTuple):
+    """A program, the bytes that a rank holds, and those that it keeps from forward for backward."""
+
+    left: LoweredProgram
+    held: int
+    kept: int
 
 
 def may_hold(request: Request) -> int | None:
