@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import meshc
 from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import calls, op_name, record
+from meshc.passes.memory import recompute_within_budget as within
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
 
@@ -63,6 +65,45 @@ def deep(budget: int | None, lines: str = "") -> meshc.Program:
     inputs = {"target": torch.zeros(256, 16)}
     options = meshc.Options(memory_budget=budget)
     return meshc.compile(step, meshc.Mesh("dp=2"), args=(torch.zeros(256, 16),), kwargs=inputs, plan=f"dp: batch\n{lines}", options=options)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.08, 0.4, 0.7])
+def test_rounds_end_near_the_most_that_may_be_kept(overhead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values come in pieces, and what recomputes them takes memory: a round may ask for less, and get what it had."""
+    piece, whole = 50, 1000
+
+    class Pieces:
+        def __init__(self, *_: object) -> None:
+            self.keep_all, self.keep_least = SimpleNamespace(bytes=whole), SimpleNamespace(bytes=0)
+
+        def within(self, most: int) -> tuple[SimpleNamespace, float]:
+            return SimpleNamespace(bytes=most // piece * piece, again=(), there=(), seconds=0.0), 0.0
+
+    def held(kept: int) -> int:
+        return round(kept + overhead * (whole - kept))
+
+    def with_copies(lowered: object, *_: object) -> object:
+        return lowered
+
+    def note(kept: SimpleNamespace, *_: object) -> int:
+        return int(kept.bytes)
+
+    def lowered(kept: int) -> SimpleNamespace:
+        made = SimpleNamespace(kept=kept, mesh=None, request=None, stages={"": None})
+        made.with_notes = lowered
+        return made
+
+    monkeypatch.setattr(within, "Trade", Pieces)
+    monkeypatch.setattr(within, "with_copies", with_copies)
+    monkeypatch.setattr(within, "recompute_note", note)
+    monkeypatch.setattr(within, "held_bytes", lambda made: held(made.kept))
+    for name, value in (("recomputable_of_stage", SimpleNamespace(backward=())), ("recompute_seconds", {}), ("host_budget_of", None)):
+        monkeypatch.setattr(within, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(within, "devices_of", lambda mesh: SimpleNamespace(slowest=lambda: None))
+    for budget in range(held(0), whole, 7):
+        found = within.recompute_within_budget(lowered(whole), budget, ()).kept  # type: ignore[arg-type, attr-defined]
+        best = max(kept for kept in range(0, whole + 1, piece) if held(kept) <= budget)
+        assert held(found) <= budget and found >= best - (2 * piece if overhead < 0.7 else best / 2 + piece)
 
 
 @pytest.mark.broad
