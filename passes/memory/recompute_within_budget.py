@@ -68,13 +68,17 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
     kept, fewest, frees = whole, trade.keep_least.bytes, 1.0
     for turn in count():
         less = ceil((held - budget) / frees) if turn < ROUNDS else (kept - fewest + 1) // 2
-        made = program(max(fewest, kept - less))
+        most = max(fewest, kept - less)
+        made = program(most)
         if made.held <= budget:
             return made.left
-        if made.kept <= fewest:
+        if most == fewest:
             break
-        frees = min(1.0, max(LEAST_FREED, (held - made.held) / (kept - made.kept)))
-        held, kept = made.held, made.kept
+        if made.kept < kept:
+            frees = min(1.0, max(LEAST_FREED, (held - made.held) / (kept - made.kept)))
+            held, kept = made.held, made.kept
+        else:
+            kept = most  # nothing keeps so little, as far as the host has room: less is asked for
     # recomputed values take memory too: a choice in between may hold less
     tried = [made]
     for part in range(ROUNDS - 1, 0, -1):
