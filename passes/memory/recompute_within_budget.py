@@ -59,11 +59,11 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
     if room is not None:
         trade = HostTrade(stage.graph, can, takes, device, room - rank_bytes_when_lowered(lowered).host, fixed)
 
-    def program(most: int) -> _Made:
+    def program(most: int) -> _RecomputedProgram:
         """The program that keeps at most `most` bytes on the device."""
         kept, bound = trade.within(most)
         left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(recompute_note(kept, bound, can))
-        return _Made(left, held_bytes(left), kept.bytes)
+        return _RecomputedProgram(left, held_bytes(left), kept.bytes)
 
     kept, fewest, frees = whole, trade.keep_least.bytes, 1.0
     for turn in count():
@@ -88,7 +88,7 @@ def recompute_within_budget(lowered: LoweredProgram, budget: int, fixed: Collect
     return min(reversed(tried), key=attrgetter("held")).left
 
 
-class _Made(NamedTuple):
+class _RecomputedProgram(NamedTuple):
     """A program, the bytes that a rank holds, and those that it keeps from forward for backward."""
 
     left: LoweredProgram
