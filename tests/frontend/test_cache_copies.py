@@ -79,7 +79,18 @@ class Counted(DynamicCache):  # type: ignore[misc]
     """A cache of the user's own."""
 
 
-def test_what_is_not_the_librarys_is_built_each_time() -> None:
+def test_of_one_tensor_in_two_places_nothing_is_taken_for_granted() -> None:
+    """Later calls may have two."""
+    copies = CacheCopies(trees.structure(cache_of()))
+    with one_rank() as mesh:
+        for _ in range(3):
+            built_of(copies, tensors(mesh, count=1) * (2 * LAYERS))
+        apart = tensors(mesh)
+        assert built_of(copies, apart).layers[0].device == apart[0].device
+
+
+def test_what_is_not_the_librarys_is_built_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trees._learned, Counted, trees._learned[DynamicCache])  # so that it is forgotten behind the test
     flatten, unflatten, *_ = trees.functions_of(DynamicCache)
     trees.learn(Counted, lambda cache: flatten(cache), lambda leaves, context: _counted(unflatten(leaves, context)))
     copies = CacheCopies(trees.structure(cache_of(Counted)))
