@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any, Final
@@ -31,6 +31,8 @@ from meshc.runtime.comm.transfers import Transfers
 
 EDITS: Final[Counter[int]] = Counter()
 """Number of edits that leave no trace in a tensor's version, such as `parameter.data[3] = 0`, by memory address."""
+_RECORDED: Final = [0]
+"""How often a stored tensor has recorded its memory and wrapper: lists of these are built again when it has grown."""
 
 
 def inverse(slots: Sequence[int]) -> list[int]:
@@ -46,10 +48,12 @@ def memory_of(value: Tensor) -> int:
 
 def memories_of(values: Iterable[Tensor]) -> list[int]:
     """`memory_of` of tensors that are no DTensors."""
-    return [value.untyped_storage().data_ptr() for value in values]
+    return list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, values)))
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+def versions_of(tensors: Collection[Tensor]) -> list[int]:
+    if not tensors:
+        return []
     with torch._C.DisableTorchFunctionSubclass():  # attributes of a DTensor are read in a third of the time
         return list(map(_version, tensors))
 
@@ -105,6 +109,7 @@ class StoredTensor:
         """Records the memory and the wrapper of the live DTensor, by which later replacements are found."""
         self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
         self.wrapper = self.live.untyped_storage() if isinstance(self.live, DTensor) else None
+        _RECORDED[0] += 1
 
     def owner(self) -> torch.optim.Optimizer | None:
         """The optimizer that holds the live tensor; None if it is gone, and for what is in the store alone."""
@@ -227,12 +232,12 @@ class UserTensors:
         self.keys = [*buffers, *held, *parts]
         self._tensors, self._distributed = [*buffers.values(), *held.values()], list(parts.values())
 
-    def versions(self) -> list[int]:
-        return versions_of([*self._tensors, *map(_local, self._distributed)])
+    def versions(self, others: Iterable[Tensor] = ()) -> list[int]:
+        """Their versions by `keys`, and behind these the versions of others."""
+        return versions_of([*self._tensors, *map(_local, self._distributed), *others])
 
 
-_kind, _local = attrgetter("dtype", "device.type"), attrgetter("_local_tensor")
-_memory, _wrapper, _version = attrgetter("memory"), attrgetter("wrapper"), attrgetter("_version")
+_kind, _local, _version = attrgetter("dtype", "device.type"), attrgetter("_local_tensor"), attrgetter("_version")
 
 
 class _Places:
@@ -243,12 +248,16 @@ class _Places:
         rows = list(rows)
         self._members, self._names = [row[0] for row in rows], [row[1] for row in rows]
         self._stand: list[Tensor] = [row[2] for row in rows]
-        self.held = [one for one in held if isinstance(one.live, DTensor)]
-        self.distributed = [one.live for one in self.held]
+        self._held = [one for one in held if isinstance(one.live, DTensor)]
+        self.distributed = [one.live for one in self._held]
+        self._recorded = -1
 
     def hold(self) -> bool:
+        if self._recorded != _RECORDED[0]:
+            self._recorded = _RECORDED[0]
+            self._memories, self.wrappers = [one.memory for one in self._held], [one.wrapper for one in self._held]
         return all(map(is_, map(dict.get, self._members, self._names), self._stand)) and all(
-            map(is_, map(_local, self.distributed), map(_memory, self.held))
+            map(is_, map(_local, self.distributed), self._memories)
         )
 
 
@@ -270,7 +279,7 @@ class LiveTensorCheck:
             return (
                 places.hold()
                 and list(map(_kind, self._plain)) == self._kinds
-                and all(map(is_, map(Tensor.untyped_storage, places.distributed), map(_wrapper, places.held)))
+                and all(map(is_, map(Tensor.untyped_storage, places.distributed), places.wrappers))
             )
 
 
@@ -280,19 +289,22 @@ class LiveStateCheck:
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         mine = [one for one in stored.values() if one.of]
-        self._entries: dict[int, tuple[weakref.ref[torch.optim.Optimizer], dict[Tensor, object]]] = {}
+        owners: dict[int, torch.optim.Optimizer] = {}
         rows: list[tuple[dict[str, Any], str, Tensor]] = []
         for one in mine:
             if (optimizer := one.owner()) is not None:
-                parameter = stored[one.of].live
-                entry = optimizer.state.get(parameter)
-                self._entries.setdefault(id(optimizer), (weakref.ref(optimizer), {}))[1][parameter] = entry
+                entry = optimizer.state.get(stored[one.of].live)
+                owners[id(optimizer)] = optimizer
                 rows.append((entry if isinstance(entry, dict) else {}, one.slot, one.live))
+        # a tensor's hash is a function of Python: entries are compared in their order, not looked up
+        self._entries = [(weakref.ref(one), list(one.state), list(one.state.values())) for one in owners.values()]
         self._places = _Places(rows, mine)
 
     def is_unchanged(self) -> bool:
-        for reference, entries in self._entries.values():
+        for reference, parameters, entries in self._entries:
             optimizer = reference()
-            if optimizer is None or not all(map(is_, map(optimizer.state.get, entries), entries.values())):
+            if optimizer is None or len(optimizer.state) != len(entries):
+                return False
+            if not (all(map(is_, optimizer.state, parameters)) and all(map(is_, optimizer.state.values(), entries))):
                 return False
         return self._places.hold()
