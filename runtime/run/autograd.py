@@ -6,7 +6,7 @@ A call saves what the backward from all outputs reads, so that the forward progr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError, join_names
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import BACKWARD, Session
-from meshc.runtime.state.stored_tensor import UserTensors, copy_if_shared, memories_of, memory_of, versions_of
+from meshc.runtime.state.stored_tensor import UserTensors, copy_if_shared, memories_of, memory_of
+
+_FORWARD: Final = Instruction("run", "forward")
 
 
 class _WriteTracker:
@@ -24,18 +26,15 @@ class _WriteTracker:
     def __init__(self, kept: UserTensors, inputs: Mapping[str, torch.Tensor]) -> None:
         """inputs: by key; torch keeps no version of inference tensors, so they are left out."""
         self._kept, self._inputs = kept, {key: value for key, value in inputs.items() if not value.is_inference()}
-        self._then = self._versions()
+        self._then = kept.versions(self._inputs.values())
 
     def written_keys(self) -> set[str]:
         """Keys of tensors written to since, directly or through the DTensor that has their memory."""
-        now, then = self._versions(), self._then
+        now, then = self._kept.versions(self._inputs.values()), self._then
         if now == then:
             return set()
         keys = [*self._kept.keys, *self._inputs]
         return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
-
-    def _versions(self) -> list[int]:
-        return [*self._kept.versions(), *versions_of(self._inputs.values())]
 
 
 class ForwardCall:
@@ -52,12 +51,15 @@ class ForwardCall:
         self.moves = session.store.moves
         self.inputs, self.scale, self.times, self.numbers = inputs, scale, times, numbers
 
-    def keep(self, saved: dict[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], new: Mapping[int, str]) -> None:
+    def keep(self, env: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], new: Mapping[int, str]) -> None:
         """Keeps what backward reads. inputs: by key; new: keys of the call's first values that do not stay, by storage address."""
-        self.saved, self._new = saved, new
-        kept = self.session.kept_keys
-        self._memories = set(memories_of([value for key, value in saved.items() if key not in kept]))
+        self._saved, self._new = {key: env[key] for key in self.session.saved_keys}, new
+        self._memories = set(memories_of(self._saved.values()))
         self._given = _WriteTracker(self.session.user_tensors(), inputs)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """What backward reads of the call, by key."""
+        return {**self.session.read_by_backward, **self._saved}
 
     def memories(self) -> set[int]:
         """Storage addresses of the saved values, and of all that stays from call to call."""
@@ -75,7 +77,8 @@ class ForwardCall:
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Raises StateError, as torch does, for a backward that would read values written to since the call. read: keys of its inputs."""
         written = self._given.written_keys()
-        memories = (memory_of(self.saved[key]) for key in read if key in self.saved) if written else ()
+        there = self.values() if written else {}
+        memories = (memory_of(there[key]) for key in read if key in there)
         keys = (self._new.get(memory, self.session.kept_memory.get(memory)) for memory in memories)
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
@@ -93,14 +96,14 @@ class ProgramFunction(torch.autograd.Function):
     def forward(ctx: Any, call: ForwardCall, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
         ctx.set_materialize_grads(False)
-        env = {**session.values(tensors, call.numbers), **session.executor.constants}
+        env = session.values(tensors, call.numbers)
+        env |= session.executor.constants
         given = {port.key: env[port.key] for port in session.inputs}
-        new = [key for key in env if key not in session.kept_keys]
-        memories = dict(zip(memories_of([env[key] for key in new]), new, strict=True))
+        memories = dict(zip(memories_of([env[key] for key in session.call_keys]), session.call_keys, strict=True))
         with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
-            session.executor.perform(Instruction("run", "forward"), env)
+            session.executor.perform(_FORWARD, env)
         session.finish(env)
-        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, memories)
+        call.keep(env, given, memories)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in session.results]
         mine = memories_of([o for o in whole if not isinstance(o, DTensor)])
@@ -125,7 +128,7 @@ class ProgramFunction(torch.autograd.Function):
                 "experts have moved between this call and its backward, which would read others in their places\n"
                 "  what to do: program.rebalance() before the call, or after the backward"
             )
-        env = dict(call.saved)
+        env = call.values()
         received = set()
         for port, grad in zip(session.results, grads, strict=True):
             tangent = session.tangents.get(port.name)

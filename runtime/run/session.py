@@ -7,7 +7,6 @@ executor, and returns outputs as the model would.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from operator import is_
 from typing import Any, Final
 from weakref import ref
@@ -137,6 +136,7 @@ class Session:
             for port in program.inputs
             if port.kind == "number"
         }
+        self.number_names = [*map(name_of, self.numbers)]
         self._given: dict[str, float] = {}
         """What `numbers` hold."""
         self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
@@ -148,11 +148,17 @@ class Session:
             store.changes.open(executor.board, self._buffers, self._sends.values())
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
-        self.kept_keys = frozenset((*self._buffers, *executor.constants))
-        """Of tensors that stay from call to call."""
+        self.call_keys = [port.key for port in program.inputs if port.kind in ("input", "number", "random")]
+        """Of what a call begins with, beside tensors that stay from call to call."""
         lasting = executor.constants | dict(sorted(self._buffers.items(), key=lambda row: is_a(row[0], "parameter")))
         self.kept_memory = dict(zip(memories_of(lasting.values()), lasting, strict=True))
         """Their keys by the address of their memory; of several in one memory the user's own."""
+        read = [key for key in program.stages[BACKWARD].inputs if not is_a(key, "tangent")] if BACKWARD in program.stages else []
+        stays = lasting.keys() - self._written
+        self.saved_keys = [key for key in read if key not in stays]
+        """Of values that backward reads of each call."""
+        self.read_by_backward = {key: lasting[key] for key in read if key in stays}
+        """What it reads of what stays from call to call, by key."""
         self._users: tuple[int, UserTensors] | None = None
         self._plain = {
             port.key
@@ -201,8 +207,8 @@ class Session:
         values: dict[str, torch.Tensor] = dict(self._buffers)
         for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
             values[port.key] = self._input_tile(place, port, tensor)
-        for key, tensor in self.numbers.items():
-            given = numbers[name_of(key)]
+        for (key, tensor), name in zip(self.numbers.items(), self.number_names, strict=True):
+            given = numbers[name]
             if given is not self._given.get(key):  # the same float as in the last call is there already
                 tensor.fill_(given)
                 self._given[key] = given
@@ -403,7 +409,7 @@ class Session:
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One call: values, schedule, write-back. Returns every value by key."""
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        with torch.set_grad_enabled(False):  # half of what `no_grad` takes
             if self._graphed is None:
                 return self.work(self.values(tensors, numbers))
             env = self._graphed.run(tensors, numbers)
