@@ -124,6 +124,7 @@ class Compilations:
         self._tokens: Stream | None = None
         """Likewise what calls with a cache pass."""
         self._last: Compilation | None = None
+        self._last_key: CompilationKey | None = None
 
     @cached_property
     def _sizes(self) -> shared_trace.SharedTraceCompiler:
@@ -177,7 +178,7 @@ class Compilations:
             known = None if form is None else form.keys.get(context)
             arguments = partial(asked.by_name, given)
             if known is not None and not self._tells_rows:
-                key = self.value_keys.key(known.base, self.kept)
+                key = self.value_keys.key(known.base, self.kept, state)
                 return AdmittedCall(arguments, known, key, [leaves[at] for at in known.places], state, optimizers, None, cached)
             own = arguments() if known is None else asked.in_order(given)
         counts = self._counts(own) if self._tells_rows else None
@@ -224,6 +225,8 @@ class Compilations:
     def prepare(self, call: AdmittedCall) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
         key = call.key
+        if self._last is not None and self._last_key is key:
+            return self._last
         changed = self.value_keys.changes(key)
         if key not in self.kept:
             inputs = call.arguments()
@@ -248,7 +251,8 @@ class Compilations:
         elif changed:
             self.world.agree("call", {descriptions.VALUES: "; ".join(changed)}, error=partial(self._refusal, {}))
         self.value_keys.note(key)
-        self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
+        self._last_key, self._last = key, self.kept.pop(key)
+        self.kept[key] = self._last  # the one that was used last is dropped last
         return self._last
 
     def compare(self, call: AdmittedCall) -> None:

@@ -23,7 +23,6 @@ from meshc.frontend.libraries import stock_models
 from meshc.frontend.libraries.stock_accelerate import schedule_note, tell_accelerate
 from meshc.frontend.libraries.stock_trainer import is_marked, tell_trainer, with_trainer_counts
 from meshc.frontend.train_step import TracedFunction, TrainStep
-from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
@@ -231,7 +230,7 @@ class Program:
         counts.read_changes()
         rows = enumerate(numbers(optimizers))
         values = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
-        env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
+        env = session.run(tensors, {name: values[name] for name in session.number_names})
         session.store.step += 1
         if not self.asked.adds:
             counts.write_back()

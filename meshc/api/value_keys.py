@@ -15,6 +15,7 @@ from torch import nn
 from meshc.api.compilation_result import CompilationResult
 from meshc.api.compile_arguments import CompilationKey
 from meshc.frontend import read_values
+from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_places import ReadPlace
 from meshc.frontend.read_values import Number, Reads, Values
 
@@ -42,14 +43,15 @@ class ValueKeys:
         """Number of values that a call like the last one reads."""
         return 0 if self._last is None else len(self._last)
 
-    def key(self, base: CompilationKey, kept: Container[CompilationKey]) -> CompilationKey:
-        """Key of a call: that of a kept compilation, if the values it has read are unchanged."""
+    def key(self, base: CompilationKey, kept: Container[CompilationKey], state: ModuleState | None = None) -> CompilationKey:
+        """Key of a call: that of a kept compilation, if the values it has read are unchanged. state: the model's, if its watch has just
+        found it."""
         known = self._of.get(base)
         if known is None:
             known = [] if self._last is None else [self._last]
         found = base
         for reads in known:
-            values = reads.values()
+            values = reads.values(state)
             key = values.keys.get(base)
             if key is None:
                 key = values.keys[base] = replace(base, values=values)

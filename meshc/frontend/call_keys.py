@@ -121,4 +121,4 @@ def module_key(state: ModuleState, grad: bool) -> ModuleKey:
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The autocast regions around the call: (device, dtype) of each enabled one."""
-    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return tuple([(device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)])

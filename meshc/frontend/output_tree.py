@@ -41,7 +41,7 @@ class OutputTree:
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
         rest = iter(tensors)
-        leaves = iter([self._leaf(number, rest) for number in range(self.spec.num_leaves)])
+        leaves = iter([self._leaf(number, rest) for number in range(self.spec.num_leaves)]) if self.plain else rest
         around = [next(leaves) if one is None else one.build(list(islice(leaves, one.spec.num_leaves))) for one in self._caches]
         return trees.build_tree(iter(around), self.spec, is_cache)
 

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ from torch import nn
 
 from meshc.frontend import read_places
 from meshc.frontend.module_state import Identity
+from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.portable_values import function_of, is_plain, of_tensor, short_text
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEY, KEYS, MODEL, NTH, TYPE, ReadPlace, Step
 from meshc.frontend.traced_code import is_stock_class, name_of
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import NumberGuard
+
+Getter = Callable[[Any], tuple[Any, ...]]
 
 LARGEST: Final = 1 << 53
 """Integers up to here are exact in double precision."""
@@ -148,9 +152,9 @@ class Reads:
         """The number of values that a call compares."""
         return 0 if self._look is None else self._look.count
 
-    def values(self) -> Values:
-        """The present values."""
-        if self._look is None or self._values is None or not (self._look.holds() and self._numbers_fit()):
+    def values(self, state: ModuleState | None = None) -> Values:
+        """The present values. state: of the model, as its watch has just found it."""
+        if self._look is None or self._values is None or not (self._look.holds(state) and self._numbers_fit()):
             self._look, found = self._resolve()
             if found != self._values or self._values is None:
                 self._values = found
@@ -158,6 +162,8 @@ class Reads:
 
     def numbers(self) -> dict[str, float]:
         """The present numbers that are inputs, by name. Call after `values`, which detects those that no longer fit."""
+        if not self._numbers:
+            return {}
         found = {number.name: float(get()) for number, get, _, _ in self._numbers}
         for (_, _, _, text), value in zip(self._numbers, found.values(), strict=True):
             self.values().texts[text] = repr(value)
@@ -171,7 +177,7 @@ class Reads:
         inputs = {one.place: one for one in self.inputs}
         by_items = {place.up() for place in self.places if place.steps[-1][0] == ITEM}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
-        look, described, texts = _IdentityCheck(), list[Hashable](), dict[str, str]()
+        look, described, texts = _IdentityCheck(self._roots[MODEL]), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
             text = f"{text} ({len(described) + 1})" if text in texts else text
@@ -401,9 +407,13 @@ def _nth_key(base: Any, number: int) -> Any:
 
 
 class _IdentityCheck:
-    """Fast check that places hold the objects that they held: identities, read a container at a time without Python loops."""
+    """Fast check that places hold the objects that they held: identities, read a container at a time without Python loops. As long as the
+    model has the same state, dicts of its modules are left out at which its watch looks at each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._state: Callable[[], ModuleState | None] = lambda: None
+        """The last with which all was looked at."""
         self.count = 0
         self._names: dict[tuple[type, int], tuple[Any, dict[Any, Any]]] = {}
         """By kind of getter and container: the container, and the object at each name."""
@@ -455,17 +465,28 @@ class _IdentityCheck:
         rows = [(get, held, list(names.items())) for (get, _), (held, names) in self._names.items()]
         self.count = len(self._equal) + sum(len(names) for _, _, names in rows)
         rows = [(get, held, names * (2 if len(names) == 1 else 1)) for get, held, names in rows]  # a getter of tuples
-        self._getters: list[tuple[Callable[[Any], Any], Any]] = [(get(*(name for name, _ in names)), held) for get, held, names in rows]
-        self._then = [value for _, _, names in rows for _, value in names]
+        self._rows = [(get(*(name for name, _ in names)), held, [value for _, value in names]) for get, held, names in rows]
         self._reads, self._values = [read for read, _ in self._equal.values()], [value for _, value in self._equal.values()]
+        self._all = self._beside = _join_rows(self._rows)
 
-    def holds(self) -> bool:
+    def holds(self, state: ModuleState | None) -> bool:
+        watched = state is not None and self._state() is state
+        getters, then = self._beside if watched else self._all
         try:
-            now = [get(held) for get, held in self._getters]
-            same = all(map(is_, chain.from_iterable(now), self._then))
-            return same and [read() for read in self._reads] == self._values
+            now = [get(held) for get, held in getters]
+            same = all(map(is_, chain.from_iterable(now), then)) and [read() for read in self._reads] == self._values
         except (LookupError, AttributeError):
             return False
+        if same and state is not None and not watched:
+            dicts = {id(module._modules) for module in self._model.modules()}
+            self._beside = _join_rows([row for row in self._rows if id(row[1]) not in dicts])
+            self._state = weakref.ref(state)
+        return same
+
+
+def _join_rows(rows: Sequence[tuple[Getter, Any, list[Any]]]) -> tuple[list[tuple[Getter, Any]], list[Any]]:
+    """Getters with their containers, and what all of them together are to give."""
+    return [(get, held) for get, held, _ in rows], [value for _, _, values in rows for value in values]
 
 
 def _first_keys(held: Any, many: int | None) -> tuple[Any, ...]:

@@ -94,7 +94,7 @@ def _entries(value: object) -> Iterator[tuple[str, object]]:
         rows = [(f"[{index}]", item) for index, item in enumerate(cast(Iterable[object], value))]
     else:
         own = _OWN if isinstance(value, Optimizer) else ()
-        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in own and not name.endswith("_hooks"))
+        yield from [(f".{name}", item) for name, item in vars(value).items() if name not in own and not name.endswith("_hooks")]
         return
     if rows and not isinstance(rows[0][1], Tensor | int | float | str):
         yield from rows
