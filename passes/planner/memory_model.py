@@ -10,9 +10,10 @@ Values of omitted layers are placed at the seams of the layer that stands for th
 behind its forward until before its backward, gradients from there on; a value that dies within its layer is held by one layer at a time.
 From layer to layer the bytes held change by a constant, so the peak is at one end.
 
-With recompute (`again`), values of a layer that nothing else reads are alive in its forward and in its backward, not between; likewise
-cheap values beside layers, each by itself. Of a head that may run in chunks, the logits of one chunk are alive. These are the fewest bytes
-that recompute may lead to; its seconds are no part of the model, the clock has them.
+With recompute (`again`), a part of the values of a layer that nothing else reads is alive in its forward and in its backward, not between;
+likewise of cheap values beside layers, each by itself. Of a head that may run in chunks, the logits of one chunk are alive. The whole part
+gives the fewest bytes that recompute may lead to. Which values are recomputed is decided later, by what each takes: its seconds by the
+model are of the same part of all of them.
 
 A partial value counts as the value that it is reduced to. Casts and copies on the way to a reader count by their size. Values that depend
 on no parameter and no floating-point input are left out, as are effects of later passes on memory: buckets, prefetch windows, values made
@@ -22,6 +23,7 @@ in another's memory. Liveness of the program itself (`cost/peak_memory.py`) deci
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
@@ -42,10 +44,11 @@ class MemoryModel:
     """
     stored   by class: bytes of each option that are held for the whole step
     fixed    bytes that no option changes
+    again    part of the values that may be recomputed which is
     """
 
-    def __init__(self, model: CostModel, placed: PlacedModel, again: bool = False) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, placed: PlacedModel, again: float = 0.0) -> None:
+        self.model, self.again = model, again
         self._gaps = live_range_gaps((value for group in model.groups for value in group.values), placed) if again else {}
         self._parts = chunk_shares(placed) if again else {}
         self._known_spans: dict[tuple[Value, tuple[int, ...] | None, bool], tuple[Span, ...]] = {}
@@ -71,6 +74,14 @@ class MemoryModel:
                     self.model.operators.part(extent, axes) for extent, axes in zip(decision.sizes, option.axes, strict=True)
                 )  # fmt: skip
                 self.stored[of[key]][at] += size * (part if same else 1.0)
+
+    def model_with_recompute(self) -> CostModel:
+        """The cost model with the seconds of the part of values that is recomputed."""
+        space, times = self.model.space, np.ones(len(self.model.own))
+        for node in {node for node, _ in self._gaps} & space.decisions.keys():
+            number = self.model.folded.of[node]
+            times[number] += self.again * space.decisions[node].count / self.model.count(number)
+        return replace(self.model, own=[own * each for own, each in zip(self.model.own, times, strict=True)])
 
     # --------------------------------------------------------------------------------------------------------------------- one choice
 
@@ -107,12 +118,13 @@ class MemoryModel:
         return self._known_spans[key]
 
     def _spans_of(self, value: DecidedValue, read: Sequence[int] | None, partial: bool) -> Iterator[Span]:
-        """Live ranges of one value, outside its gap, and in the share of one chunk if a chunked head makes it."""
+        """Live ranges of one value, around its gap, and in the share of one chunk if a chunked head makes it."""
         gap, part = self._gaps.get(value.root), self._parts.get(value.root[0], 1.0)
         for left_out in (False, True) if value.count > 1 and gap is None else (False,):
             times = part * (value.count - 1.0 if left_out else 1.0)
             spans = own_span(value, self.length, left_out) if read is None else resharded_span(value, read, partial, self.length, left_out)
-            yield from ((first, last, times * share) for first, last, share in (spans if gap is None else outside_gap(spans, gap)))
+            spans = spans if gap is None else around_gap(spans, gap, 1.0 - self.again)
+            yield from ((first, last, times * share) for first, last, share in spans)
 
 
 def _add(at: Floats, spans: Iterable[Span], size: float) -> None:
@@ -205,10 +217,12 @@ def _group(node: Node) -> object:
     return layer_of(node) or node
 
 
-def outside_gap(spans: Iterable[Span], gap: tuple[int, int]) -> Iterator[Span]:
-    """Parts of spans on both sides of a gap."""
+def around_gap(spans: Iterable[Span], gap: tuple[int, int], kept: float) -> Iterator[Span]:
+    """Spans on both sides of a gap, and `kept` of them in it."""
     for first, last, share in spans:
         if first <= gap[0]:
             yield first, min(last, gap[0]), share
+        if kept and first < gap[1] and last > gap[0]:
+            yield max(first, gap[0] + 1), min(last, gap[1] - 1), kept * share
         if last >= gap[1]:
             yield max(first, gap[1]), last, share

@@ -73,8 +73,9 @@ class PlanSearch:
     beside: Sequence[Assignment] = ()
     near: bool = False
     """Whether layers that exchange values with omitted layers are to decide as these."""
-    again: bool = False
-    """Whether backward may recompute values: bytes are then the fewest that this may lead to."""
+    again: float = 0.0
+    """Part of the values that backward may recompute which it does, in bytes and in seconds. 1: bytes are the fewest that recompute may
+    lead to, and it takes no seconds."""
     least: float | None = None
     """Fewest peak bytes, by the model, of all choices found. Where none keeps a budget, the fewest bytes are searched for."""
     allowed: Allowance = field(default_factory=Allowance)
@@ -127,6 +128,8 @@ class PlanSearch:
         """Sets the objective, and the bytes of its choices."""
         self.model = self.plain if self._hidden is None else overlap.with_hidden_communication(self.plain, self._hidden)
         self.memory = MemoryModel(self.model, self.placed, self.again)
+        if 0 < self.again < 1:
+            self.model = self.memory.model_with_recompute()
         self.weighed = Lagrangian(self.model, self.memory)
 
     def _refine_options(self, best: Callable[[], Pick]) -> None:
@@ -195,10 +198,13 @@ class PlanSearch:
         other._build(self.space)
         return other
 
-    def with_recompute(self) -> PlanSearch:
-        """The same search, where backward may recompute values."""
+    def with_recompute(self, part: float = 1.0) -> PlanSearch:
+        """The same search, where backward recomputes `part` of the values that it may."""
         other = copy(self)
-        other.again, other.least, other.smallest, other._fewest = True, None, None, []
+        other.again, other.least, other.smallest, other._fewest = part, None, None, []
+        if part < 1:
+            other._begun, other._free = self._free, None
+            other.allowed = copy(self.allowed)  # other searches have what they would have without this one
         other._weigh()
         return other
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import meshc
 from meshc.cost import peak_memory
+from meshc.cost.devices import device
 from meshc.cost.program_clock import program_seconds
 from meshc.errors import PlanError
+from meshc.passes.planner.plan_search import PlanSearch
 from tests.broad import broad
 from tests.models import Case, llama, nanogpt
+from tests.passes.planner.known import step
 
 
-def deep() -> Case:
+def deep(blocks: int = 1) -> Case:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Softplus(), nn.Linear(64, 16), nn.Tanh()) for _ in range(1)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Softplus(), nn.Linear(64, 16), nn.Tanh()) for _ in range(blocks)))
     return Case("deep", model, {"input": torch.randn(256, 16)}, nn.functional.mse_loss, {"target": torch.randn(256, 16)})
 
 
@@ -45,6 +49,37 @@ def test_what_fits_only_by_recomputing_values_is_found_and_has_a_text(make: Call
     assert any(note.startswith("memory: ") for note in program.compiled.notes)
     assert str(step_of(make(), mesh, str(program.plan), budget)) == str(program)
     meshc.verify(program, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("part", (0.25, 0.5))
+def test_a_part_of_what_may_be_recomputed_counts_with_its_bytes_and_its_seconds(part: float) -> None:
+    """Of two layers: of each its first product and what that goes through, which no other layer reads, and what the loss adds up."""
+    search = PlanSearch(step(deep(2).model, {"input": torch.randn(256, 16)}, "dp=2", "dp: auto", torch.sum), device("h100"))
+    (free,) = search.find_choices()
+    again, fewest = search.with_recompute(part), search.with_recompute()
+    walks = [one.memory.walk(free.pick) for one in (search, again, fewest)]
+    np.testing.assert_allclose(walks[1], (1 - part) * walks[0] + part * walks[2])
+    assert walks[2].max() < walks[1].max() < walks[0].max()
+    assert fewest.model.seconds(free.pick) == search.model.seconds(free.pick)
+    made = {node.name: search.model.operators.seconds(node, {token: at for at, token in enumerate(one.labels)}, one.options)[option]
+            for node, one in search.space.decisions.items() if not isinstance(node, tuple) and node.op == "call_function"
+            for option in [free.pick[search.folded.of[node]]]}  # fmt: skip
+    recomputed = sum(made[name] for name in ("addmm", "softplus", "addmm_2", "softplus_1", "sum_1"))
+    assert again.model.seconds(free.pick) == pytest.approx(search.model.seconds(free.pick) + part * recomputed) and recomputed > 0
+
+
+@pytest.mark.parametrize("share, parts", [(0.6, [1.0, 0.25]), (0.5, [1.0, 0.25, 0.5])])
+def test_the_least_part_that_leads_to_a_choice_is_searched(share: float, parts: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = peak_memory.peak_rank(step_of(deep(2), "dp=2", "auto", None).compiled).total
+    searched, real = list[float](), PlanSearch.with_recompute
+
+    def noted(search: PlanSearch, part: float = 1.0) -> PlanSearch:
+        searched.append(part)
+        return real(search, part)
+
+    monkeypatch.setattr(PlanSearch, "with_recompute", noted)
+    program = step_of(deep(2), "dp=2", "auto", int(share * whole))
+    assert searched == parts and peak_memory.peak_rank(program.compiled).total <= share * whole
 
 
 @pytest.mark.broad
