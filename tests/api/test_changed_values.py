@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshc
-from meshc.frontend.module_watch import ModuleWatch
-from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, ReadPlace
+from meshc.frontend.read_places import ATTRIBUTE, MODEL, ReadPlace
 from meshc.frontend.read_values import Number, Reads
 
 X, TARGET = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(1, 0, 24).reshape(6, 4)
@@ -493,22 +492,3 @@ def test_numbers_that_are_inputs_stand_in_their_order_whatever_a_process_hashes_
     reads = Reads([one.place for one in numbers], model, model.forward, numbers)
     reads.values()
     assert [*reads.numbers()] == [f"model.{name}" for name in "hgfeabcd"]
-
-
-def test_a_module_that_the_model_has_given_away_is_looked_at_by_its_place() -> None:
-    """What the model's watch looks at too is left out as long as the model has the same state."""
-    inner = nn.Sequential(nn.ReLU())
-    model = nn.Sequential(nn.Linear(2, 2), inner)
-    model.beside = [inner]
-    place = ReadPlace(MODEL, ((ATTRIBUTE, "beside"), (ITEM, 0), (ATTRIBUTE, "_modules"), (ITEM, "0")))
-    watch, reads = ModuleWatch(model), Reads([place], model, model.forward)
-    first = reads.values(watch.state())
-    assert reads.values(watch.state()) is first
-    inner[0] = nn.Tanh()
-    second = reads.values(watch.state())
-    assert second != first
-    del model[1]
-    for _ in range(3):
-        assert reads.values(watch.state()) is second
-    inner[0] = nn.Sigmoid()
-    assert reads.values(watch.state()) not in (first, second)

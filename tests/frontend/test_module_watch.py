@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from meshc.frontend.module_watch import ModuleWatch
+from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, ReadPlace
+from meshc.frontend.read_values import Reads
 from tests.frontend.test_module_state import CHANGES
 
 
@@ -94,3 +96,22 @@ def test_a_hook_of_a_module_that_has_one_is_seen_by_what_it_is() -> None:
     handle.remove()
     one[1].register_forward_hook(lambda *_: None)
     assert watch.state() != before
+
+
+def test_a_module_that_the_model_has_given_away_is_looked_at_by_its_place() -> None:
+    """What the model's watch looks at too is left out as long as the model has the same state."""
+    inner = nn.Sequential(nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 2), inner)
+    model.beside = [inner]
+    place = ReadPlace(MODEL, ((ATTRIBUTE, "beside"), (ITEM, 0), (ATTRIBUTE, "_modules"), (ITEM, "0")))
+    watch, reads = ModuleWatch(model), Reads([place], model, model.forward)
+    first = reads.values(watch.state())
+    assert reads.values(watch.state()) is first
+    inner[0] = nn.Tanh()
+    second = reads.values(watch.state())
+    assert second != first
+    del model[1]
+    for _ in range(3):
+        assert reads.values(watch.state()) is second
+    inner[0] = nn.Sigmoid()
+    assert reads.values(watch.state()) not in (first, second)
