@@ -66,7 +66,7 @@ ALL: Final = 1.0
 PARTS: Final = (ALL, 0.5, HIDDEN)
 """Weights of communication that can be overlapped, one search for each. (Of the 70 rows of the plan tables 14 take a choice of the first,
 12 one of those that hide more.)"""
-RECOMPUTED: Final = (0.25, 0.5)
+RECOMPUTED_PARTS: Final = (0.25, 0.5)
 """Parts of the values that backward may recompute for which choices are searched, the next where one leads to none. (With them Gemma2 27B
 and Llama 70B on two boxes of A100s take 0.88 and 0.95 of what they take without; with a half alone Gemma2 takes 3 % more.)"""
 FOUND: Final = "found"
@@ -249,7 +249,9 @@ class _CandidateSearch:
         budget = self.judge.budget
         if self._again is None or budget is None or any(one.certificate.held <= budget for one in self.search.find_choices()):
             return
-        any(self._find_recomputing(self.search.with_recompute(part), budget) for part in RECOMPUTED)
+        for share in RECOMPUTED_PARTS:
+            if self._find_recomputing(self.search.with_recompute(share), budget):
+                break
         self._find_recomputing(self._again, budget)
 
     def _find_recomputing(self, search: PlanSearch, budget: int) -> bool:
@@ -258,8 +260,10 @@ class _CandidateSearch:
         for _ in range(TRIES):
             with self._solving():
                 some = sorted(search.find_choices(within), key=attrgetter("estimated_s"))
-            alike = {(f"{found.estimated_s:.4g}", found.certificate.held): found for found in reversed(some)}  # no program for each
-            new = [found for found in [*alike.values()][: -TRIES - 1 : -1] if (False, found.options) not in self.picks]
+            unlike: dict[tuple[str, float], FoundChoice] = {}  # of choices that no estimate tells apart one is compiled
+            for found in some:
+                unlike.setdefault((f"{found.estimated_s:.4g}", found.certificate.held), found)
+            new = [found for found in list(unlike.values())[:TRIES] if (False, found.options) not in self.picks]
             holds = [self._weigh_choice(AGAIN, found, near=True) for found in new]
             most = min((one for one in holds if one is not None), default=None)
             if most is None or most <= budget:

@@ -199,7 +199,7 @@ class PlanSearch:
         return other
 
     def with_recompute(self, part: float = 1.0) -> PlanSearch:
-        """The same search, where backward recomputes `part` of the values that it may."""
+        """The same search, where backward recomputes `part` of the values that it may: with its seconds, or all of them for nothing."""
         other = copy(self)
         other.again, other.least, other.smallest, other._fewest = part, None, None, []
         if part < 1:
