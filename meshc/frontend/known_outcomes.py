@@ -2,6 +2,7 @@
 
     for i in torch.arange(1, 3).tolist():              1, 2
     n = int(torch.tensor(x.shape[1:]).prod())          a number
+    x.reshape(len(x), np.prod(x.shape[1:]))            a number
     pairs[~torch.eye(n, dtype=torch.bool)]             pairs[rows, columns], which are known
     if torch.rand(1).item() <= self.rate:              False, where the rate is 0.0;  < 1.0 is True
     if torch.jit.isinstance(x, torch.Tensor):          as Python answers it for the traced value
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from meshc.frontend.in_place_changes import is_changed_later
+from meshc.frontend.in_place_changes import changed_operand, is_changed_later
 from meshc.frontend.selected_places import index_of, is_mask, name_of, value_of
 from meshc.ops.signatures import bind_arguments
 from meshc.replacements import replace_targets
@@ -102,7 +103,8 @@ class _EqualMasks:
 
 
 def write_known_values(module: GraphModule) -> None:
-    """Replace, in place, nodes of a trace whose size follows from a known value by a constant, or by an index with constants."""
+    """Replace, in place, nodes of a trace whose size follows from a known value by a constant, or by an index with constants; and
+    calls that compute a known number."""
     for node in list(module.graph.nodes):
         if node.target is operator.getitem and (places := getattr(value_of(node), PLACES, None)) is not None:
             _write_places(node, places)
@@ -110,7 +112,7 @@ def write_known_values(module: GraphModule) -> None:
             _index_by_numbers(node)
         elif name_of(node).startswith("wrapped_") and not node.all_input_nodes:
             _scale_by_number(node)
-        if not is_sized_by_values(node) or is_changed_later(node):
+        if not (is_sized_by_values(node) or _is_size(node)) or is_changed_later(node):
             continue
         with module.graph.inserting_before(node):
             value = _constant(node)
@@ -172,6 +174,13 @@ def _index_by_numbers(node: Node) -> None:
                 numbers += [_literal(one, places) for places in value.nonzero(as_tuple=True)]
     if len(numbers) != len(index) or any(one is not other for one, other in zip(numbers, index, strict=True)):
         node.args = (node.args[0], tuple(numbers), *node.args[2:])
+
+
+def _is_size(node: Node) -> bool:
+    """Whether a node computes a known whole number, which may be a size: torch would not know it where it is computed of more numbers."""
+    calls = node.op in ("call_function", "call_method") and node.target is not torch.tensor and changed_operand(node) is None
+    value = _constant(node) if calls else None
+    return value is not None and value.numel() == 1 and value.dtype in (torch.int64, torch.int32)
 
 
 def _scale_by_number(node: Node) -> None:

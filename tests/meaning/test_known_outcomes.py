@@ -81,13 +81,22 @@ def rotated(h: Tensor, x: Tensor) -> Tensor:
     return h * (torch.linspace(0, 3, 3, dtype=torch.float32) / 7).cos().repeat_interleave(2)
 
 
+def shaped(h: Tensor, x: Tensor) -> Tensor:
+    """Sizes that numpy or torch computes of sizes, given as they are: Perceiver's inputs are reshaped so."""
+    flat = h.reshape(2, 3, 6).reshape(2, np.prod([3, 6]), -1).unsqueeze(-1)  # type: ignore[arg-type]
+    six = torch.tensor([2, 1]).prod()
+    six = six + 4
+    part = h.repeat(1, six).narrow(1, 0, six) + torch.arange(six) * torch.zeros(six, 1)  # type: ignore[call-overload, arg-type]
+    return flat.sum() * h + F.pad(part, (0, six - 6))
+
+
 def scaled(h: Tensor, x: Tensor) -> Tensor:
     """A norm in single precision, and its share by numpy, as EDM2 has them."""
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True, dtype=torch.float32)
     return h / torch.add(1e-4, norm, alpha=np.sqrt(norm.numel() / h.numel())).to(h.dtype)
 
 
-@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, paired, indexed, rotated])
+@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, paired, indexed, rotated, shaped])
 def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module_means_itself(Model(after), {"x": torch.randn(6, 4)}, "dp=2,tp=2")
