@@ -91,7 +91,10 @@ class _ShardingWalk:
         self.places: dict[object, Place | None] = {}
         self.asked = RuleQueries(rules, sizes) if rules is not None else None
         self.calls: dict[object, tuple[InferredSharding, ...]] = {}
-        """Call -> shardings of its results at the first line with that call."""
+        """Call -> shardings of its results at the first line with that call, without dims that no operand has."""
+        self.operand_dims: dict[Node, list[list[bool]]] = {}
+        """By call with a rule, whether an operand has each dim of each result: if none has, all its positions hold the same, and its tiles
+        may be those of any axis."""
 
     def visit(self, node: Node) -> None:
         records = ir.records(node)
@@ -113,7 +116,7 @@ class _ShardingWalk:
         self.spreads[node] = tuple(
             (_fill_unknown_dims if several else _merge_declared)(one, told) for one, told in zip(found, declared, strict=True)
         )
-        before = self.calls.setdefault(_call_key(node), self.spreads[node])
+        before = self.calls.setdefault(_call_key(node), self._over_operand_dims(node))
         for one, other, told, record in zip(found, before, declared, records, strict=True):
             if record.sharding is not None:
                 _compare(other, told, record.shape, self.sizes)
@@ -180,6 +183,14 @@ class _ShardingWalk:
         backs = rings.ring_offsets(node, operands, self.places, self.sizes, len(found))
         return [replace(one, back=back) for one, back in zip(found, backs, strict=True)]
 
+    def _over_operand_dims(self, node: Node) -> tuple[InferredSharding, ...]:
+        found = list(self.spreads[node])
+        for at, taken in enumerate(self.operand_dims.get(node, ())):
+            if not all(taken):
+                dims = tuple(parts if is_taken else None for parts, is_taken in zip(found[at].dims, taken, strict=True))
+                found[at] = replace(found[at], dims=dims, runs=None)
+        return tuple(found)
+
     def _slice_sharding(self, node: Node) -> InferredSharding:
         """The sharding of a slice of a value, or of a bucket."""
         x = cast(Node, node.args[0])
@@ -243,6 +254,9 @@ class _ShardingWalk:
             _check_whole(node, tensors, given)
         if rule is None or deferrals is None:
             return unknown
+        taken = {letter for dims in rule.operands for letter in dims}
+        if [len(dims) for dims in rule.results] == [len(spread.dims) for spread in declared]:
+            self.operand_dims[node] = [[letter in taken for letter in dims] for dims in rule.results]
         call = RuledCall(node, rule, tensors, given, declared, self.sizes)
         orders.check(call, self.asked.rules, piece)
         check_sums(call)

@@ -285,9 +285,10 @@ class _Exchange:
             split = "/".join(place.axes)
             told = f"it counts the real positions of a tile of {place.size} over {split}"
             raise Wrong(f"{told}, and {split} splits {behind[0]} of its operand's")
-        exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
+        longer = [part for part in parts or () if local_size(part, sizes) != 1]
+        exposed = longer[:1] or list(parts or ())  # of one position in all, any part may say that there is none
         counted = place.counts == tuple(sizes[axis] for axis in place.axes)
-        fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
+        fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed))
         if not fits:
             told = "" if parts is None else f", which is [{dim_text(parts)}]"
             tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"

@@ -397,3 +397,37 @@ def test_one_row_a_rank_is_added_where_an_index_says() -> None:
     program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": x}, plan="a: batch")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class TwoSums(nn.Module):
+    """The gradients of both sums are one number, expanded to as many positions of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in (4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.first * x).sin().sum() + (self.second * x).cos().sum()).square()
+
+
+def test_one_number_is_expanded_to_tiles_of_two_axes() -> None:
+    x = torch.tensor(2.0, dtype=torch.float64)
+    model = TwoSums()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    program = meshc.compile(step, meshc.Mesh("a=2,b=3"), kwargs={"x": x}, plan="a: first.0\nb: second.0")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class Rotated(nn.Module):
+    """The halves of a dim are its outer part: both axes leave one position a rank, or padding."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([-x[2:], x[:2]]).sum() + (x + x).sum() * y.mean()
+
+
+def test_padding_of_one_position_is_masked_by_either_part() -> None:
+    x, y = torch.randn(4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    program = meshc.compile(Rotated(), meshc.Mesh("a=2,b=3"), kwargs={"x": x, "y": y}, plan="a: batch\nb: batch")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
