@@ -16,6 +16,7 @@ class How:
     reparse       what runs is what the program's own text says
     attention     "ring": keys pass round, "zigzag": in zigzag order wherever that can be; where they cannot pass the case is
                   refused, as its script is
+    remat         what backward recomputes (`Options.remat`)
     """
 
     microbatches: int = 1
@@ -23,6 +24,7 @@ class How:
     inputs: str = "global"
     reparse: bool = False
     attention: str | None = None
+    remat: str | None = None
 
     @property
     def parts(self) -> int:
@@ -58,5 +60,5 @@ class Case:
 
     def script(self, title: str) -> str:
         """A file that shows the failure, as far as `meshc.verify` does: it reads no text, and gives every rank the whole batch."""
-        how = self.how
-        return script(self.sketch, self.mesh, "\n".join(self.plan), title, how.step if self.train else None, how.inputs, how.attention)
+        how, plan = self.how, "\n".join(self.plan)
+        return script(self.sketch, self.mesh, plan, title, how.step if self.train else None, how.inputs, how.attention, how.remat)

@@ -85,8 +85,8 @@ class Captured:
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
-        asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, must_pass=how.attention in PASSING)
-        request = self.request.having(mesh=mesh, plan=plan, **asked)
+        asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, remat=how.remat)
+        request = self.request.having(mesh=mesh, plan=plan, must_pass=how.attention in PASSING, **asked)
         with torch.set_grad_enabled(request.grad):
             return finish(compile_program.lower_by_plan(self.placed.restart_for_request(request)))
 

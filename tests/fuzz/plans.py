@@ -11,6 +11,7 @@ from meshc.ir import records
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.plan.memory_lines import POLICIES
 from tests.fuzz.case import How
 from tests.fuzz.draw import steady
 from tests.fuzz.sketch import Sketch
@@ -47,7 +48,8 @@ def draw_how(chance: random.Random, sketch: Sketch, train: bool, how: How, repar
     attends = any("attention" in step.op for step in sketch.steps)
     roll = chance.random() if attends else 1.0
     passes = None if roll >= 0.5 else "ring" if roll < 0.25 else "zigzag"
-    return replace(how, inputs="local" if local else "global", reparse=reparse, attention=passes)
+    remat = chance.choice(POLICIES[1:] if sketch.parts else POLICIES[1:3]) if chance.random() < 0.5 else None
+    return replace(how, inputs="local" if local else "global", reparse=reparse, attention=passes, remat=remat)
 
 
 def draw_mesh(chance: random.Random, batch: int = 0) -> Mesh:

@@ -57,7 +57,8 @@ def candidates(case: Case) -> Iterator[Case]:
     yield from _as_case(case, replace(sketch, parts=())) if sketch.parts else ()
     if case.train:
         yield replace(case, train=False, how=replace(case.how, microbatches=1, mean_of_parts=False))
-    for how in (How(), replace(case.how, microbatches=1, mean_of_parts=False), replace(case.how, inputs="global")):
+    plainer = replace(case.how, microbatches=1, mean_of_parts=False), replace(case.how, inputs="global"), replace(case.how, remat=None)
+    for how in (How(), *plainer):
         if how != case.how:
             yield replace(case, how=how)
     for size in (8, 4, 2, 1):

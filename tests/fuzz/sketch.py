@@ -75,7 +75,7 @@ class Step:
 class Sketch:
     """A program.
 
-    parts  the numbers of steps in each submodule, in order
+    parts  the numbers of steps in each submodule of a list, in order
     loss   its output is one number
     batch  rows of the batch with which all inputs begin, or 0
     """
@@ -128,15 +128,16 @@ def text(sketch: Sketch) -> str:
         lines += [f"class Part{index}(nn.Module):", f"    def forward(self, {', '.join(takes)}):" if takes else "    def forward(self):"]
         lines += [f"        {line}" for step in steps for line in step.lines]
         lines += [f"        return {', '.join(gives)}", "", ""]
-        body.append(f"{', '.join(gives)} = self.part{index}({', '.join(takes)})")
+        body.append(f"{', '.join(gives)} = self.parts[{sum(map(bool, sketch.parts[:index]))}]({', '.join(takes)})")
     return "\n".join([*lines, *_module(sketch, body)]) + "\n"
 
 
 def _module(sketch: Sketch, body: Sequence[str]) -> list[str]:
     parameters, buffers = sketch.of_kind("parameter"), sketch.of_kind("buffer")
-    counts = [index for index, count in enumerate(sketch.parts) if count]
+    parts = ", ".join(f"Part{index}()" for index, count in enumerate(sketch.parts) if count)
     init = [f"self.{leaf.name} = {leaf.text}" for leaf in parameters]
-    init += [f"self.register_buffer({leaf.name!r}, {leaf.text})" for leaf in buffers] + [f"self.part{i} = Part{i}()" for i in counts]
+    init += [f"self.register_buffer({leaf.name!r}, {leaf.text})" for leaf in buffers]
+    init += [f"self.parts = nn.ModuleList([{parts}])"] if parts else []
     arguments = "".join(f", {leaf.name}" for leaf in sketch.of_kind("input"))
     used = {name for step in sketch.steps for name in step.operands} | set(sketch.outputs)
     read = [f"{leaf.name} = self.{leaf.name}" for leaf in (*parameters, *buffers) if leaf.name in used]
@@ -167,7 +168,7 @@ def module(sketch: Sketch) -> nn.Module:
 
 def script(
     sketch: Sketch, mesh: str, plan: str, title: str, step: Mapping[str, Any] | None = None, inputs: str = "global",
-    attention: str | None = None,
+    attention: str | None = None, remat: str | None = None,
 ) -> str:  # fmt: skip
     """A file to run with Python that compiles and verifies; `step` are the arguments of a TrainStep, if it is one."""
     given = ", ".join(f"{leaf.name!r}: {leaf.text}" for leaf in sketch.of_kind("input"))
@@ -176,7 +177,9 @@ def script(
         extra = "".join(f", {key}={value!r}" for key, value in step.items())
         what = f"meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9){extra})"
     local = ", inputs='local'" if inputs == "local" else ""
-    options = "" if attention is None else f", options=meshc.Options(sequence=meshc.SplitSequence(attention={attention!r}))"
+    asked = {"sequence": f"meshc.SplitSequence(attention={attention!r})" if attention else "", "remat": repr(remat) if remat else ""}
+    named = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
+    options = f", options=meshc.Options({named})" if named else ""
     return "\n".join([
         *(f"# {line}" for line in title.splitlines()), "import torch", "import torch.nn.functional as F", "from torch import nn", "",
         "import meshc", "", "", text(sketch), "", "model = Model()", f"inputs = {{{given}}}",
