@@ -431,3 +431,18 @@ def test_padding_of_one_position_is_masked_by_either_part() -> None:
     program = meshc.compile(Rotated(), meshc.Mesh("a=2,b=3"), kwargs={"x": x, "y": y}, plan="a: batch\nb: batch")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class EveryThird(nn.Module):
+    """Positions of rows in a dim of two parts, each split by an axis of its own: their numbers have no names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return rows * (torch.arange(len(rows)) % 3 > 0).unsqueeze(-1)
+
+
+def test_positions_of_two_parts_are_those_of_named_ones() -> None:
+    x = torch.randn(12, 3, 5, dtype=torch.float64)
+    program = meshc.compile(EveryThird(), meshc.Mesh("a=4,b=2"), kwargs={"x": x}, plan="a: batch\nb: seq")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
