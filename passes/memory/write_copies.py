@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from meshc.ir import comparison_key, spmd, update
+from meshc.ir import comparison_key, records, spmd, update
 from meshc.ir.graph import ancestors_of, copied_node
 
 
@@ -47,6 +47,10 @@ def _call(node: Node) -> tuple[object, ...]:
 
 
 def _twin(node: Node, others: Sequence[Node]) -> Node | None:
-    """The last of `others` with the arguments of `node`."""
-    given = comparison_key(node.args), comparison_key(node.kwargs)
-    return next((other for other in reversed(others) if (comparison_key(other.args), comparison_key(other.kwargs)) == given), None)
+    """The last of `others` with the arguments of `node` and results of the same sharding: tiles of one position may be in another dim."""
+    given = _given(node)
+    return next((other for other in reversed(others) if _given(other) == given), None)
+
+
+def _given(node: Node) -> tuple[object, ...]:
+    return comparison_key(node.args), comparison_key(node.kwargs), [record.sharding for record in records(node)]

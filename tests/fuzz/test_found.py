@@ -446,3 +446,23 @@ def test_positions_of_two_parts_are_those_of_named_ones() -> None:
     program = meshc.compile(EveryThird(), meshc.Mesh("a=4,b=2"), kwargs={"x": x}, plan="a: batch\nb: seq")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class Kronecker(nn.Module):
+    """A vector's one position a rank, as a row and as a column: equal views of a tile, of which backward makes one and recomputes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        chosen = self.weight[rows, columns]
+        return torch.kron(chosen, chosen[:2])
+
+
+def test_a_recomputed_view_is_not_one_of_another_sharding() -> None:
+    inputs = {"rows": torch.tensor([0, 1]), "columns": torch.tensor([1, 1])}
+    options = meshc.Options(remat="cheap")
+    program = meshc.compile(Kronecker(), meshc.Mesh("a=4"), kwargs=inputs, plan="a: batch", options=options)
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
