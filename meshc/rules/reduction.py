@@ -62,7 +62,7 @@ def completed_rule(lower: Callable[[Local, list[str], list[str]], Made]) -> Rule
 def _mean(node: Node, tensors: list[Node]) -> Rule:
     """A mean over the last dim has the role `hidden`, as part of a norm that the model computes itself."""
     last = named_arguments(node).get("dim") in ([-1], (-1,))
-    roles = {letters_of(tensors[0])[-1]: "hidden"} if last else {}
+    roles = dict.fromkeys(letters_of(tensors[0])[-1:], "hidden") if last else {}
     return reduce(node, tensors, "sum", linear=ALONE, defers=True, lower=_lower_mean, roles=roles)
 
 

@@ -62,7 +62,7 @@ def _in_float64_throughout(program: meshc.Program) -> None:
     """As `meshc.verify` compiles: what a model computes in float32 whatever its dtype would hide errors of that size."""
     compilations = program.compilations
     request = compilations.request
-    compilations.request = lambda args, kwargs, **changes: request(args, kwargs, double=True, **changes)  # type: ignore[method-assign]
+    compilations.request = lambda given, **changes: request(given, double=True, **changes)  # type: ignore[method-assign]
 
 
 def _compare_state(state: dict[str, Any], twin: torch.nn.Module, number: int, report: Report) -> None:
