@@ -55,14 +55,14 @@ def _routed(d: Drawer) -> tuple[str, list[str]]:
 
 
 def _balance(d: Drawer) -> tuple[str, list[str]]:
-    """The loss that keeps experts alike, of the shares of choices and of scores."""
+    """The loss that keeps experts alike; of equal shares it is no whole number but for roundings."""
     x = d.floating(2, 2, filled=True)
     experts = d.number(2, 6)
     chosen = d.number(1, 2)
     text = (
         "scores = torch.softmax({0} @ {1}, -1)\n"
         f"share = F.one_hot(scores.topk({chosen}, -1)[1], {experts}).double().sum(1).mean(0)\n"
-        f"{{out}} = {experts} * (share * scores.mean(0)).sum()"
+        f"{{out}} = {0.9 * experts:.1f} * (share * scores.mean(0)).sum()"
     )
     return text, [x, d.like([d.shape(x)[1], experts])]
 
