@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.fx import Node
 
-from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, flat, partial_text, run_of, tile
+from meshc.check.inferred_sharding import InferredSharding, Parts, alike, dim_text, flat, partial_text, run_of, runs_of, tile
 from meshc.check.types import Wrong
 from meshc.ir import is_getitem, op_name
 from meshc.ir.sharding import Part
@@ -114,6 +114,8 @@ def _letters(call: RuledCall, piece: bool) -> dict[str, Parts]:
             broken |= {letter}
         elif not alike(known, parts):
             why = f"{who} is [{dim_text(known)}] and {here} is [{dim_text(parts)}]: {op_name(call.node)} takes them alike"
+        elif letter in call.rule.whole and tile(parts, call.sizes) == 1 and _is_split_alike(call.given, parts):
+            broken |= {letter}
         elif letter in call.rule.whole and any(part.axes for part in parts):
             why = f"{here} is [{dim_text(parts)}]: {op_name(call.node)} takes it whole"
         if why and not piece and not _is_view(spread, other):
@@ -126,6 +128,13 @@ def _letters(call: RuledCall, piece: bool) -> dict[str, Parts]:
 def _is_view(one: InferredSharding, other: InferredSharding) -> bool:
     """Whether two values are sharded alike except for the dim that a tile of one position is in, which no line declares."""
     return one is not other and one.has_all_dims and other.has_all_dims and run_of(flat(one)) == run_of(flat(other))
+
+
+def _is_split_alike(given: Sequence[InferredSharding], parts: Parts) -> bool:
+    """Whether a value is split as these parts are in a dim that is not known: the rule was asked about tiles, and of what may be the tiles'
+    dim it saw one position."""
+    runs = runs_of([parts])
+    return bool(runs) and any(not one.has_all_dims and one.runs is not None and runs <= one.runs for one in given)
 
 
 def _split_whole_letters(call: RuledCall) -> set[str]:

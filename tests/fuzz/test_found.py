@@ -466,3 +466,21 @@ def test_a_recomputed_view_is_not_one_of_another_sharding() -> None:
     program = meshc.compile(Kronecker(), meshc.Mesh("a=4"), kwargs=inputs, plan="a: batch", options=options)
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class Halves(nn.Module):
+    """Gradients are added to rows and columns that indices choose; a rank has one half of the rows, masked, and one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.weight, size=(4, 2), mode="nearest").reshape(16, 2, 2) * x
+
+
+def test_a_dim_of_one_position_is_not_taken_whole() -> None:
+    x = torch.randn(2, 2, dtype=torch.float64)
+    program = meshc.compile(Halves(), meshc.Mesh("a=2,b=4"), kwargs={"x": x}, plan="a: f1\nb: f0")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
