@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from meshc.ir.schemas import named_arguments
 from meshc.rules.operator import EITHER, Operator, Shapes, declarations
-from meshc.rules.preconditions import Operands, holds, within
+from meshc.rules.preconditions import Operands, finite, holds, within
 from meshc.rules.rule import ALONE, Local, Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
 
 aten = torch.ops.aten
@@ -114,6 +114,7 @@ OPERATORS = declarations({
     "_linalg_svd": _factorization(f"{MATRIX} -> {OTHER} | ... v! | {THIRD}", lambda shapes: _rectangle_flops(shapes, 6.0, 20.0)),
     "_linalg_eigh": _factorization(f"{MATRIX} -> ... v! | {OTHER}", lambda shapes: _square_flops(shapes, 9.0)),
     "linalg_eig": Operator(_matrices(f"{MATRIX} -> ... v! | {OTHER}")),
+    "_linalg_eigvals": Operator(preconditions=(finite("self"),)),
     "_linalg_det": Operator(_matrices(f"{MATRIX} -> ... | {OTHER} | ... v!")),
     "_linalg_slogdet": Operator(_matrices(f"{MATRIX} -> ... | ... | {OTHER} | ... v!")),
     "linalg_lu_factor_ex": _factorization(f"{MATRIX} -> {OTHER} | ... v! | ...", lambda shapes: _square_flops(shapes, 2 / 3)),

@@ -88,6 +88,11 @@ def within(name: str, low: Number, below: Number) -> Precondition:
     return condition
 
 
+def finite(name: str) -> Precondition:
+    """A tensor holds neither NaN nor infinity."""
+    return lambda o: None if o[name].is_meta or bool(o[name].isfinite().all()) else f"{name} holds NaN or infinity"
+
+
 def ascending(name: str, end: Number, exactly: bool = False) -> Precondition:
     """Offsets along the last dim: none falls, the first is 0 or more, the last is `end` at most, or `exactly`."""
 

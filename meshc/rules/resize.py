@@ -107,12 +107,12 @@ OPERATORS = declarations({
     "_adaptive_avg_pool2d_backward": Operator(_adaptive_mean_backward, linear=ALONE, preconditions=cells_fit(2)),
     "_adaptive_avg_pool3d_backward": Operator(_adaptive_mean_backward, linear=ALONE, preconditions=cells_fit(3)),
     "adaptive_max_pool2d": Operator(_whole),
-    "reflection_pad2d replication_pad2d upsample_nearest2d upsample_nearest2d.vec": Operator(
-        _whole, linear=ALONE, monotone=rises_in_first
-    ),
-    "upsample_bilinear2d upsample_bilinear2d.vec": Operator(_whole, linear=ALONE),
-    "upsample_nearest2d_backward upsample_bilinear2d_backward": Operator(_torch_upsample_backward, linear=ALONE),
-    "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": Operator(
-        _torch_upsample_backward, linear=ALONE, preconditions=(scale_fault,)
-    ),
+    "reflection_pad2d replication_pad2d upsample_nearest2d.vec": Operator(_whole, linear=ALONE, monotone=rises_in_first),
+    "upsample_nearest2d": Operator(_whole, linear=ALONE, monotone=rises_in_first, preconditions=(scale_fault,)),
+    "upsample_bilinear2d": Operator(_whole, linear=ALONE, preconditions=(scale_fault,)),
+    "upsample_bilinear2d.vec": Operator(_whole, linear=ALONE),
+    **{
+        f"{name}_backward": Operator(_torch_upsample_backward, linear=ALONE, preconditions=(scale_fault,))
+        for name in ("upsample_nearest2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    },
 })

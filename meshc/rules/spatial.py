@@ -84,9 +84,10 @@ def _lower_affine_grid(local: Local) -> Node:
 
 
 def scale_fault(o: Operands) -> str | None:
-    """Kernels that smooth look for the pixels of an output at its index over the scale, wherever that is."""
+    """Kernels look for the pixels of an output at its index over the scale, wherever that is."""
     before = o["input_size"] if "input_size" in o else o["self"].shape
-    for dim, name in ((-2, "scales_h"), (-1, "scales_w")):
+    names = [name for name in ("scales", "scales_d", "scales_h", "scales_w") if name in o]
+    for dim, name in enumerate(names, -len(names)):
         scale, made = o[name], o["output_size"][dim]
         if scale is not None and (not isfinite(scale) or floor(before[dim] * scale) != made):
             return f"{name} {scale} does not make {made} of {before[dim]}"
@@ -122,16 +123,19 @@ def _grid_gradient(count: int) -> Operator:
 OPERATORS = declarations({
     "avg_pool1d adaptive_avg_pool1d max_pool1d": Operator(_space(1)),
     "adaptive_max_pool3d": Operator(_space(3)),
-    "upsample_linear1d": Operator(_space(1), linear=ALONE),
-    "upsample_bicubic2d": Operator(_space(2), linear=ALONE),
-    "upsample_trilinear3d": Operator(_space(3), linear=ALONE),
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": Operator(_space(2), linear=ALONE, preconditions=(scale_fault,)),
+    "upsample_linear1d": Operator(_space(1), linear=ALONE, preconditions=(scale_fault,)),
+    "upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa": Operator(_space(2), linear=ALONE, preconditions=(scale_fault,)),
+    "upsample_trilinear3d": Operator(_space(3), linear=ALONE, preconditions=(scale_fault,)),
     "im2col col2im": Operator(_columns),
     "affine_grid_generator": Operator(_affine_grid, linear=ALONE),
     **{f"{kind}_pad{count}d_backward": _pad_gradient(kind, count) for kind in ("reflection", "replication") for count in (1, 2, 3)},
     **{
-        f"reflection_pad{count}d replication_pad{count}d upsample_nearest{count}d _upsample_nearest_exact{count}d": Operator(
-            _space(count), linear=ALONE, monotone=rises_in_first
+        f"reflection_pad{count}d replication_pad{count}d": Operator(_space(count), linear=ALONE, monotone=rises_in_first)
+        for count in (1, 3)
+    },
+    **{
+        f"upsample_nearest{count}d _upsample_nearest_exact{count}d": Operator(
+            _space(count), linear=ALONE, monotone=rises_in_first, preconditions=(scale_fault,)
         )
         for count in (1, 3)
     },

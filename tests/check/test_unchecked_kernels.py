@@ -46,6 +46,9 @@ def test_operands_that_fit_pass() -> None:
         (aten.fractional_max_pool2d.default, (X, [2, 2], [2, 2], torch.full((1, 1, 2), torch.nan)), "random_samples holds"),
         (aten.lu_unpack.default, (torch.eye(3), torch.tensor([1, 2, 9], dtype=torch.int32)), "LU_pivots holds 9"),
         (aten.linalg_ldl_solve.default, (torch.eye(2), torch.tensor([1, -2], dtype=torch.int32), torch.ones(2, 1)), "half a block"),
+        (aten._upsample_nearest_exact1d.default, (X[0], [64], 1e-30), "scales 1e-30 does not make 64 of 4"),
+        (aten.upsample_nearest3d.default, (X[None], [6, 4, 4], 6.0, 1e-30, None), "scales_h 1e-30 does not make 4 of 4"),
+        (aten._linalg_eigvals.default, (torch.full((2, 2), float("nan")),), "self holds NaN or infinity"),
         (aten._upsample_bilinear2d_aa.default, (X, [17, 18], False, 1.7, 0.9), "scales_h 1.7 does not make 17 of 4"),
         (aten._upsample_bicubic2d_aa_backward.default, (X, [4, 4], [1, 1, 9, 4], False, 0.5, 9.0), "scales_w 9.0 does not make 4 of 4"),
         (
