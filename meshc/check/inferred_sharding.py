@@ -156,10 +156,10 @@ def alike(one: Parts, other: Parts) -> bool:
     if [part.size for part in one] == [part.size for part in other]:
         named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
         return named and [part.cuts for part in one] == [part.cuts for part in other]
-    return lie_alike(one, other)
+    return is_in_one_order(one, other)
 
 
-def lie_alike(one: Sequence[Part], other: Sequence[Part]) -> bool:
+def is_in_one_order(one: Sequence[Part], other: Sequence[Part]) -> bool:
     """Whether elements are in one order (`run_of`); an unnamed part may be any."""
     a, b = run_of(one), run_of(other)
     return len(a) == len(b) and all(

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 
-from meshc.check.inferred_sharding import UNNAMED, InferredSharding, Parts, dim_text, flat, lie_alike, tile
+from meshc.check.inferred_sharding import UNNAMED, InferredSharding, Parts, dim_text, flat, is_in_one_order, tile
 from meshc.check.types import Wrong
 from meshc.ir.sharding import Part, local_size
 
@@ -53,7 +53,7 @@ def check_view(given: InferredSharding, declared: InferredSharding) -> None:
     """Raises Wrong unless `given` and `declared` have the same elements in a tile, in the same order."""
     if not given.has_all_dims or not declared.has_all_dims or any(part.size == 0 for part in (*flat(given), *flat(declared))):
         return
-    if not lie_alike(flat(given), flat(declared)):
+    if not is_in_one_order(flat(given), flat(declared)):
         raise Wrong(f"it is a view of [{_dims(given)}], whose elements do not lie as [{_dims(declared)}] says")
     for here, there in _aligned_dims(given.dims, declared.dims):
         for a, b in zip(_parts_by_offset(here), _parts_by_offset(there), strict=False):
