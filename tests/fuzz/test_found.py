@@ -293,6 +293,17 @@ class InTurns(nn.Module):
         return (self.layer(x)[0] * y).sum()
 
 
+class TwoSums(nn.Module):
+    """The gradients of both sums are one number, expanded to as many positions of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in (4, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.first * x).sin().sum() + (self.second * y).cos().sum()).square()
+
+
 @pytest.mark.parametrize(
     "model, mesh, plan, shapes",
     [
@@ -301,6 +312,7 @@ class InTurns(nn.Module):
         (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())), (BiasAlone(), "a=4", "a: seq", ((3, 7, 3), (4, 7, 3))),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
+        (TwoSums(), "a=2,b=3", "a: first.0\nb: second.0", ((), ())),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )  # fmt: skip
@@ -399,38 +411,11 @@ def test_one_row_a_rank_is_added_where_an_index_says() -> None:
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
-class TwoSums(nn.Module):
-    """The gradients of both sums are one number, expanded to as many positions of a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in (4, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((self.first * x).sin().sum() + (self.second * x).cos().sum()).square()
-
-
-def test_one_number_is_expanded_to_tiles_of_two_axes() -> None:
-    x = torch.tensor(2.0, dtype=torch.float64)
-    model = TwoSums()
-    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    program = meshc.compile(step, meshc.Mesh("a=2,b=3"), kwargs={"x": x}, plan="a: first.0\nb: second.0")
-    check_program(program.compiled, "the program", rules)
-    assert meshc.verify(program, dtype=torch.float64).ok
-
-
 class Rotated(nn.Module):
     """The halves of a dim are its outer part: both axes leave one position a rank, or padding."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([-x[2:], x[:2]]).sum() + (x + x).sum() * y.mean()
-
-
-def test_padding_of_one_position_is_masked_by_either_part() -> None:
-    x, y = torch.randn(4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    program = meshc.compile(Rotated(), meshc.Mesh("a=2,b=3"), kwargs={"x": x, "y": y}, plan="a: batch\nb: batch")
-    check_program(program.compiled, "the program", rules)
-    assert meshc.verify(program, dtype=torch.float64).ok
 
 
 class EveryThird(nn.Module):
@@ -441,9 +426,29 @@ class EveryThird(nn.Module):
         return rows * (torch.arange(len(rows)) % 3 > 0).unsqueeze(-1)
 
 
-def test_positions_of_two_parts_are_those_of_named_ones() -> None:
-    x = torch.randn(12, 3, 5, dtype=torch.float64)
-    program = meshc.compile(EveryThird(), meshc.Mesh("a=4,b=2"), kwargs={"x": x}, plan="a: batch\nb: seq")
+class Halves(nn.Module):
+    """Gradients are added to rows and columns that indices choose; a rank has one half of the rows, masked, and one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.weight, size=(4, 2), mode="nearest").reshape(16, 2, 2) * x
+
+
+@pytest.mark.parametrize(
+    "model, mesh, plan, shapes",
+    [
+        (Rotated(), "a=2,b=3", "a: batch\nb: batch", ((4,), (4, 3))),
+        (EveryThird(), "a=4,b=2", "a: batch\nb: seq", ((12, 3, 5),)),
+        (Halves(), "a=2,b=4", "a: f1\nb: f0", ((2, 2),)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_program_that_the_checker_takes(model: nn.Module, mesh: str, plan: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in zip("xy", shapes, strict=False)}
+    program = meshc.compile(model, meshc.Mesh(mesh), kwargs=inputs, plan=plan)
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
 
@@ -464,23 +469,5 @@ def test_a_recomputed_view_is_not_one_of_another_sharding() -> None:
     inputs = {"rows": torch.tensor([0, 1]), "columns": torch.tensor([1, 1])}
     options = meshc.Options(remat="cheap")
     program = meshc.compile(Kronecker(), meshc.Mesh("a=4"), kwargs=inputs, plan="a: batch", options=options)
-    check_program(program.compiled, "the program", rules)
-    assert meshc.verify(program, dtype=torch.float64).ok
-
-
-class Halves(nn.Module):
-    """Gradients are added to rows and columns that indices choose; a rank has one half of the rows, masked, and one column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 4, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.interpolate(self.weight, size=(4, 2), mode="nearest").reshape(16, 2, 2) * x
-
-
-def test_a_dim_of_one_position_is_not_taken_whole() -> None:
-    x = torch.randn(2, 2, dtype=torch.float64)
-    program = meshc.compile(Halves(), meshc.Mesh("a=2,b=4"), kwargs={"x": x}, plan="a: f1\nb: f0")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
