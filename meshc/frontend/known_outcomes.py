@@ -177,9 +177,10 @@ def _index_by_numbers(node: Node) -> None:
 
 
 def _is_size(node: Node) -> bool:
-    """Whether a node computes a known whole number, which may be a size: torch would not know it where it is computed of more numbers."""
+    """Whether a node computes a known whole number on CPU, which may be a size: torch would not know it where it is computed of more
+    numbers."""
     calls = node.op in ("call_function", "call_method") and node.target is not torch.tensor and changed_operand(node) is None
-    value = _constant(node) if calls else None
+    value = _constant(node) if calls and getattr(value_of(node), "device", None) == torch.device("cpu") else None
     return value is not None and value.numel() == 1 and value.dtype in (torch.int64, torch.int32)
 
 
