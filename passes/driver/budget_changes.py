@@ -6,9 +6,9 @@
 
 Changes that a request leaves to the compiler are tried by `within_budget.py` before it is refused; the others are named by the refusal.
 Each goes through all passes from the plan on; its bytes are by liveness, its seconds by the clock. For a refusal changes are tried first
-with what the closest program has: its recompute policy, a pipeline's schedule and number of microbatches, a search's plan. Those that seem
-to fit are compiled once more as the user would compile them, with the plan that was found. Where no single change fits, those that save
-most are combined.
+with what the closest program has: a pipeline's schedule and number of microbatches, a search's plan; and where backward recomputes most,
+unless a policy says what it does. Those that seem to fit are compiled once more as the user would compile them, with the plan that was
+found. Where no single change fits, those that save most are combined.
 """
 
 from __future__ import annotations
@@ -164,14 +164,13 @@ class ChangeTrials:
 
 
 def _closest_request(left: LoweredProgram) -> Request:
-    """The request of `left`; of a pipeline with its schedule by name, and with WIDEST where the search would choose what to recompute."""
+    """The request of `left`, with WIDEST where the search would choose what to recompute; of a pipeline with its schedule by name."""
     request, pipeline = left.request, left.pipeline
-    if pipeline is None:
-        return request
     if request.options.remat is None and request.grad and request.options.budget is not None:
         request = request.having(remat=WIDEST)
-    named = request.options.pipeline.schedule is not None or pipeline.schedule.name not in schedules.names()
-    return request if named else request.having(schedule=pipeline.schedule.name)
+    if pipeline is None or request.options.pipeline.schedule is not None or pipeline.schedule.name not in schedules.names():
+        return request
+    return request.having(schedule=pipeline.schedule.name)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- the changes

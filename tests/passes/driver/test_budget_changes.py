@@ -13,6 +13,7 @@ from torch import nn
 import meshc
 from meshc.cost import peak_memory
 from meshc.errors import PlanError
+from meshc.passes.driver import budget_changes
 from meshc.passes.driver.search_errors import NothingFits
 
 
@@ -126,6 +127,19 @@ def first_keeps_its_word(error: NothingFits, asked: dict[str, Any], make: Callab
     assert str(error).partition("what to do: ")[2].startswith(f"{first} (tried, by cpu's clock); or ")
     assert held(make(**{**asked, "plan": first.plan, **first.asks})) == first.holds <= asked["memory_budget"]
     return first.said
+
+
+def test_changes_are_tried_where_backward_recomputes_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the search would keep within the budget one run says little: later passes add bytes, for which a round reserves more."""
+    policies: list[object] = []
+    measure = budget_changes.measure
+    monkeypatch.setattr(
+        budget_changes, "measure", lambda placed, lower: policies.append((lower, placed.request.options.remat)) or measure(placed, lower)
+    )
+    text = refusal(512, 1024, memory_budget=held(step(512, 1024, remat="none")) * 3 // 10)
+    first, last = policies[0][0], policies[-1][0]  # type: ignore[index]
+    assert first is not last and changes(text)
+    assert set(policies) == {(first, "layer"), (last, None)}
 
 
 @pytest.mark.broad
