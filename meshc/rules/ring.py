@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch.fx import Node
@@ -34,10 +35,6 @@ from meshc.rules.operator import Shapes
 from meshc.rules.rule import Extents, Local, integer
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
-
-LAYOUT = {*RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.clone.default, aten.permute.default, aten.transpose.int}
-"""Layout operators that may expand keys and values before attention."""
-
 
 def ring_steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: int, offset: int) -> int:
     """How often a block of keys is passed on: to all ranks, or as far as a window reaches if sizes are static."""
@@ -63,6 +60,9 @@ def draws_of(local: Local, back: int) -> Extents:
 class Ring:
     """Lowering of one attention whose queries and keys are both split by one axis."""
 
+    turns_heads: ClassVar[bool] = True
+    """Whether keys and values may travel with their dims in another order."""
+
     def __init__(self, local: Local) -> None:
         self.local = local
         node, self.named = local.node, local.arguments()
@@ -82,10 +82,6 @@ class Ring:
     def restore_order(self, x: Node) -> Node:
         """A result in natural order again."""
         return x
-
-    def may_travel_before(self, x: Node) -> bool:
-        """Whether keys or values may travel in the form that they have before `x`."""
-        return x.target in LAYOUT
 
     def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
         """Yields keys and values of each block, the rank's own first; the next block's transfer starts before each yield."""
@@ -245,16 +241,8 @@ class _TravellingBlock:
 
     def __init__(self, ring: Ring, x: Node) -> None:
         self.ring, self.own = ring, x
-        self.layout: list[Node] = []
-        small, least = x, prod(ring.local.shape(x))
-        chain: list[Node] = []
-        while len(x.all_input_nodes) == 1 and ring.may_travel_before(x):
-            chain.append(x)
-            x = x.all_input_nodes[0]
-            if prod(ring.local.shape(x)) < least:
-                small, least, self.layout = x, prod(ring.local.shape(x)), chain[::-1]
-        self.first = small
-        self.small = ring.reorder(small, len(ring.local.shape(small)) - 2)
+        self.first, self._expand = ring.local.before_expansion(x, ring.turns_heads)
+        self.small = ring.reorder(self.first, len(ring.local.shape(self.first)) - 2)
 
     def start(self, last: bool) -> Node:
         """The rank's present block; unless `last`, its transfer to the next rank starts."""
@@ -265,11 +253,7 @@ class _TravellingBlock:
 
     def expand(self, small: Node) -> Node:
         """A block expanded to the form that attention reads."""
-        if small is self.first:
-            return self.own
-        for node in self.layout:
-            small = self.ring.local.emit(node.target, small, *node.args[1:], **node.kwargs)
-        return small
+        return self.own if small is self.first else self._expand(small)
 
 
 def attention_flops(node: Node, shapes: Shapes) -> float:

@@ -274,6 +274,10 @@ class Local(Protocol):
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
         """Concatenation of every tile's x along `dim`, in the order of the tiles."""
 
+    def before_expansion(self, x: Node, turned: bool) -> tuple[Node, Callable[[Node], Node]]:
+        """(x before it was repeated along some of its dims, what repeats a value of that shape likewise). `turned`: the dims of the first
+        may be in another order; else its last two are those of x."""
+
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         """x on coordinate 0 of the axes, zeros elsewhere."""
 

@@ -19,14 +19,9 @@ from torch.fx import Node
 
 from meshc.ir.sizes import Size
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401 - registers them
-from meshc.rules.layout import PERMUTATIONS
-from meshc.rules.ring import LAYOUT, Ring
+from meshc.rules.ring import Ring
 
 meshc = torch.ops.meshc
-
-AROUND_HEADS = LAYOUT - PERMUTATIONS
-"""Layout operators that may expand keys and values by heads, with positions kept in the second-to-last dim."""
-
 
 def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, offset: int) -> bool:
     """Whether zigzag order is possible: a causal mask over all positions, in tiles of at least two."""
@@ -37,6 +32,8 @@ def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, o
 
 class Zigzag(Ring):
     """Lowering of one causal attention whose queries and keys are both split by one axis."""
+
+    turns_heads = False
 
     def reorder(self, x: Node, dim: int = 2) -> Node:
         """Converts x from natural to zigzag order. Backward reuses the values that forward converted."""
@@ -56,9 +53,6 @@ class Zigzag(Ring):
         if found is not lse:
             self.local.reordered_values[found, (2, *self.axes)] = lse  # nothing but backward reads it
         return found
-
-    def may_travel_before(self, x: Node) -> bool:
-        return x.target in AROUND_HEADS and self.local.shape(x.all_input_nodes[0])[-2:] == self.local.shape(x)[-2:]
 
     def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
         return self.local.emit(meshc.attention_zigzag.default, q, keys, values, *self.block_arguments(step))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.fx import Node
@@ -12,7 +12,7 @@ from torch.fx import Node
 from meshc.ir import records, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.reductions import as_integer
-from meshc.ir.schemas import arguments_by_name, place_of
+from meshc.ir.schemas import RESHAPES, arguments_by_name, place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.window import tile_bounds, tile_length
@@ -21,9 +21,15 @@ from meshc.passes.partition.halo import HaloWindow
 from meshc.passes.partition.reasons import plan_lines, value_text
 from meshc.passes.phases.factors import Instance, Token
 from meshc.private import OpOverload
+from meshc.rules.layout import PERMUTATIONS
 from meshc.rules.rule import CPU, Extents, Local, Made, Turns
 
 aten = torch.ops.aten
+
+EXPANDING: Final = {
+    *RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.clone.default, aten.permute.default, aten.transpose.int
+}
+"""Layout operators that may expand a value."""
 
 
 class Lowering(Local):
@@ -257,6 +263,26 @@ class Lowering(Local):
 
     def _halo_reason(self, place: HaloWindow, what: str) -> str:
         return f"{what} {value_text(self.node, {})}{plan_lines(place.axes, self.build.entries)}"
+
+    def before_expansion(self, x: Node, turned: bool) -> tuple[Node, Callable[[Node], Node]]:
+        small, least = x, prod(self.shape(x))
+        chain: list[Node] = []
+        layout: list[Node] = []
+        while x.target in EXPANDING and len(x.all_input_nodes) == 1:
+            (before,) = x.all_input_nodes
+            if not turned and (x.target in PERMUTATIONS or self.shape(before)[-2:] != self.shape(x)[-2:]):
+                break
+            chain.append(x)
+            x = before
+            if prod(self.shape(x)) < least:
+                small, least, layout = x, prod(self.shape(x)), chain[::-1]
+
+        def expand(value: Node) -> Node:
+            for node in layout:
+                value = self.emit(node.target, value, *node.args[1:], **node.kwargs)
+            return value
+
+        return small, expand
 
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         for axis in axes:

@@ -102,7 +102,7 @@ class _Writer:
             self.graph.erase_node(node)
         for node in self.graph.nodes:  # values that all chunks read have the shape of one
             if has_record(node) and any(one.sharding is not None and CHUNK in one.sharding.axes() for one in records(node)):
-                update(node, sharding=None, of="")
+                update(node, sharding=None)
 
     def _write(self, chunk: int, body: Sequence[Node], parts: dict[Node, list[Node]]) -> None:
         """Writes one chunk. `parts`: by end, its results so far."""
@@ -124,7 +124,7 @@ class _Writer:
         known = all(not isinstance(leaf, Node) for leaf in leaves(given))
         if known and node.target in (spmd.tile_start, spmd.tile_count):
             return node.target(*given)
-        changes: dict[str, Any] = dict(sharding=None, of="", returned_by=(), chunk=chunk)
+        changes: dict[str, Any] = dict(sharding=None, returned_by=(), chunk=chunk)
         if node.target is spmd.shard and node.args[3] in self.own:
             return self._slice_rows(node, cast(Node, given[0]), replace(record(node), **changes), chunk)
         copy = copied_node(self.graph, node, lambda operand: made.get(operand, operand))
