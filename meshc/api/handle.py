@@ -41,18 +41,20 @@ from meshc.text import printer
 LOOKED_AT = "values looked at in a call"
 
 if TYPE_CHECKING:
-    from meshc.api import explaining, pretrained, rebalancing, saving
+    from meshc.api import explaining, pretrained, proving, rebalancing, saving
     from meshc.cost import call_timeline
     from meshc.passes import dump
     from meshc.passes.driver import compile_program as driver
     from meshc.pipelining import draw
     from meshc.pipelining.timing import Timeline
+    from meshc.proof.outcome import ProgramProof
     from meshc.report import explanation, html, page, search_tables, summary
     from meshc.report.rebalance_report import RebalanceReport
     from meshc.runtime.saved import initial_values
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
-    pretrained, rebalancing, saving = (LazyModule(f"meshc.api.{name}") for name in ("pretrained", "rebalancing", "saving"))
+    pretrained, proving = LazyModule("meshc.api.pretrained"), LazyModule("meshc.api.proving")
+    rebalancing, saving = LazyModule("meshc.api.rebalancing"), LazyModule("meshc.api.saving")
     html, page, summary = (LazyModule(f"meshc.report.{name}") for name in ("html", "page", "summary"))
     explanation, search_tables = LazyModule("meshc.report.explanation"), LazyModule("meshc.report.search_tables")
     call_timeline, draw = LazyModule("meshc.cost.call_timeline"), LazyModule("meshc.pipelining.draw")
@@ -381,6 +383,13 @@ class Program:
         or a line of the model, "model.py:12") whether backward finds it kept, recomputes it or has it fetched from the host: who said so,
         its bytes, what that takes, and which line of a plan would change it. Raises PlanError for a name that nothing has."""
         return explanation.text(explaining.explain_choice(self.lowered, self.general, self.asked.plan, name))
+
+    def prove(self) -> ProgramProof:
+        """A proof that what each rank runs is the traced graph of the model, its backward and its update, line by line, at full size and
+        without running either (docs/proof.md). `print` it: what was proved and what is trusted, or the first line that is not proved, with
+        the traced call that it should be; `holds` says which. Ranks exchange nothing for it: call it on one. Raises CompileError for what
+        it does not cover: open sizes, and a step that is the mean of its microbatches."""
+        return proving.prove_program(self)
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

@@ -1,0 +1,378 @@
+"""Erasure: every line of a per-rank program is a value of the traced graph, or is inside the lowering of one.
+
+A line is a traced value in the sharding that its type says if
+  - it only moves what is that value already, and what is moved is sharded as the type says (`evaluate.py`, `tiles.py`);
+  - it adds values, and the traced graph adds the same ones, in any order;
+  - it is the last line of what the rule of the value's operator writes for these operands (`replay.py`), padding of operands that would
+    count holds what changes nothing, and by the rule the result is sharded as the type says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir import Record, is_getitem, operands, record, records, spmd, value_of
+from meshc.ir.reductions import REDUCTIONS
+from meshc.ir.sharding import Sharding
+from meshc.ir.spmd import MICROBATCH
+from meshc.ops.optim import MANY, WRITTEN
+from meshc.program.accumulate import whole_of
+from meshc.program.program import PlainProgram, Stage
+from meshc.proof.chunks import joined_partial
+from meshc.proof.evaluate import Evaluator
+from meshc.proof.facts import Fact, Facts, is_value, whole_sharding
+from meshc.proof.held import Held, JoinedValues
+from meshc.proof.joined_values import each
+from meshc.proof.outcome import ProgramProof, UnprovedLine
+from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
+from meshc.proof.stages import in_order, schedule_faults
+from meshc.proof.tiles import Tiles, tiles_of
+from meshc.proof.traced import TracedTerms, is_sum
+from meshc.rules import rule_of
+from meshc.rules.result_shardings import runs_of
+
+aten = torch.ops.aten
+ONE_OF: Final = {many: one for one, many in MANY.items()}
+CHECK: Final = torch.ops.meshc.check_index.default
+
+
+class Erasure:
+    def __init__(self, program: PlainProgram, traced: TracedTerms) -> None:
+        self.program, self.traced = program, traced
+        self.evaluator = Evaluator(traced.terms, program.axis_sizes, traced.known, traced.numel)
+        self.sizes = self.evaluator.sizes
+        self.proof = ProgramProof(str(program.mesh), len(traced.known))
+        self.held: dict[Node, Held] = {}
+        self.known: dict[Node, Fact] = {}
+        self.facts = Facts(self.sizes, self.evaluator.part_sizes)
+        self.replays = LoweringReplays(traced, self.evaluator, self.facts)
+        self.keyed: dict[str, Held] = {}
+        self.types: dict[tuple[Node, int], list[Sharding]] = defaultdict(list)
+        """TracedTerms value -> the types of its lines."""
+        for node in (node for stage in program.stages.values() for node in stage.graph.nodes):
+            if node.op == "call_function" and isinstance(node.meta[ir.KEY], Record) and (hint := self.hint(node)) is not None:
+                self.types[hint] += [own] if (own := record(node).sharding) is not None else []
+        self.updates: dict[object, list[Node]] = defaultdict(list)
+        """(operator, what it is given first) -> the traced updates."""
+        for node in traced.named.values():
+            if node.target in WRITTEN:
+                self.updates[node.target, traced.values[value_of(operands(node)[0])]].append(node)
+
+    def run(self) -> ProgramProof:
+        for stages in in_order(self.program):
+            self.walk_stages(stages)
+        ports = {port.key: port for port in self.program.outputs}
+        given = {key: (stage, node) for stage in self.program.stages.values() for key, node in stage.results().items()}
+        last = next(reversed(self.program.stages.values()))
+        for key, want in self.traced.results.items():
+            stage, node = given.get(key, (last, next(iter(last.graph.nodes))))
+            found, own = self.keyed.get(key), ports[key].sharding if key in ports else None
+            sharding = whole_sharding(want.shape) if own is None else own
+            if not isinstance(found, Tiles) or not is_value(want, sharding, found, self.sizes):
+                self.fail(stage, node, f"{key} is not what the traced graph gives")
+        for key in ports.keys() - self.traced.results.keys():
+            stage, node = given.get(key, (last, next(iter(last.graph.nodes))))
+            self.fail(stage, node, f"the traced graph gives no {key}")
+        for why in schedule_faults(self.program):
+            self.fail(last, next(iter(last.graph.nodes)), why)
+        return self.proof
+
+    def walk_stages(self, stages: Sequence[Stage]) -> None:
+        """Walks stages; where they have collectives with each other, in lock step."""
+        walks = {stage.name: self.walk_stage(stage) for stage in stages}
+        here = {stage.name: stage for stage in stages}
+        while walks:
+            met: dict[str, Node] = {}
+            for name, walk in list(walks.items()):
+                if (node := next(walk, None)) is None:
+                    del walks[name]
+                else:
+                    met[name] = node
+            if met:
+                self.walk_joint_collective({name: (here[name], node) for name, node in met.items()}, len(stages))
+
+    def walk_joint_collective(self, met: Mapping[str, tuple[Stage, Node]], count: int) -> None:
+        """A collective of several stages: each of them has its own part."""
+        rows = list(met.values())
+        _, first = rows[0]
+        facts = [self.known.get(node.args[0]) for _, node in rows]  # type: ignore[arg-type]
+        alike = all(node.target is first.target and node.args[1:] == first.args[1:] for _, node in rows)
+        known = [fact for fact in facts if fact is not None]
+        fact: Fact | None = None
+        tiles: Tiles | None = None
+        why = "stages meet here, and what they make of it is not known"
+        if not alike or len(met) != count or len(first.args[1]) != 1:  # type: ignore[arg-type]
+            why = "stages have other collectives in its place"
+        elif len(known) == len(rows) and first.target is spmd.all_reduce and first.args[2] == "sum":
+            if len({one.sharding for one in known}) == len({one.value.shape for one in known}) == 1:
+                value = self.traced.sum_of([one.value for one in known], record(first).dtype, known[0].value.shape)
+                fact = Fact(value, known[0].sharding)
+                tiles = tiles_of(value, fact.sharding, self.sizes)
+        elif first.target is spmd.broadcast:
+            fact, source = facts[first.args[2]], self.held[rows[first.args[2]][1].args[0]]  # type: ignore[index]
+            tiles = source if isinstance(source, Tiles) and source.root in self.traced.known else None
+        for stage, node in rows:
+            if tiles is None:
+                self.held[node] = self.evaluator.root(record(node).shape, "met", node.name)
+                self.fail(stage, node, why)
+                continue
+            self.held[node] = tiles
+            if fact is not None:
+                self.know(node, tiles, fact)
+            self.proof.kinds["over stages"] += 1
+
+    def walk_stage(self, stage: Stage) -> Iterator[Node]:
+        """Walks a stage; yields the collectives with others."""
+        entering = {port.key for port in self.program.inputs}
+        for node, key in stage.keys().items():
+            if key in self.keyed and not (key in entering and key in self.traced.ports):
+                self.held[node] = self.keyed[key]
+                self.know_by_type(node)
+            elif key in entering and key in self.traced.ports:
+                self.enter(stage, node, key)
+            else:
+                self.held[node] = self.evaluator.root(record(node).shape, "key", key)
+        for node in stage.graph.nodes:
+            if node.op == "call_function":
+                self.proof.lines += 1
+                if spmd.joins_stages(node):
+                    yield node
+                else:
+                    self.walk_line(stage, node)
+        for key, node in stage.results().items():
+            self.give(key, self.held[node])
+
+    def give(self, key: str, held: Held) -> None:
+        """A stage's result under its key; a part of each microbatch as what all of them come to."""
+        whole = whole_of(key)
+        self.keyed[key] = held
+        if whole is None:
+            return
+        how = {one.instruction: name for name, one in REDUCTIONS.items()}.get(whole[0])
+        if how is not None and isinstance(held, JoinedValues):
+            self.keyed[whole[1]] = each(held, lambda piece: self.evaluator.all_reduce(piece, (MICROBATCH,), how))
+        elif how is not None and isinstance(held, Tiles):
+            self.keyed[whole[1]] = self.evaluator.all_reduce(held, (MICROBATCH,), how)
+        elif isinstance(held, Tiles):
+            self.keyed[whole[1]] = self.evaluator.all_gather(held, (MICROBATCH,), 0)
+
+    def know_by_type(self, node: Node) -> None:
+        """What enters a stage from another is known as its type says, if it is."""
+        held, sharding = self.held[node], record(node).sharding
+        if isinstance(held, Tiles) and sharding is not None:
+            value = next((one for one in self.facts.values_of(held.root) if is_value(one, sharding, held, self.sizes)), None)
+            if value is not None:
+                self.know(node, held, Fact(value, sharding))
+
+    def enter(self, stage: Stage, node: Node, key: str) -> None:
+        """What enters the program, as it does before any stage has run."""
+        value = self.traced.ports[key]
+        sharding = record(node).sharding or whole_sharding(value.shape)
+        tiles = tiles_of(value, sharding, self.sizes)
+        zero = {axis: 0.0 for d, p, part in sharding.parts() if (d, p) in sharding.zero for axis in part.axes}
+        self.held[node] = replace(tiles, padding=tuple(sorted(zero.items())))
+        self.know(node, tiles, Fact(value, sharding))
+        before = self.keyed.get(key)
+        if before is not None and not (isinstance(before, Tiles) and before.like(tiles)):
+            self.fail(stage, node, f"{key} has been written by then")
+
+    def know(self, node: Node, tiles: Tiles, fact: Fact, kind: str = "") -> bool:
+        """Notes what a line is. `kind`: how it is proved."""
+        self.known[node] = fact
+        self.facts.add(tiles, fact)
+        self.proof.kinds.update([kind] if kind else [])
+        return True
+
+    def fail(self, stage: Stage, node: Node, why: str, should_be: Node | None = None) -> None:
+        self.proof.failures.append(UnprovedLine(stage.name, node, why, should_be))
+
+    # ------------------------------------------------------------------------------------------------------------------- a line
+
+    def walk_line(self, stage: Stage, node: Node) -> None:
+        if node.target in ONE_OF:
+            return self.walk_update(stage, node)
+        found = self.held[node] = self.evaluator.call(node, self.held.__getitem__)
+        if node.target is CHECK and not self.is_guard(node):
+            return self.fail(stage, node, "it checks an index against bounds that no reader of it has")
+        if not isinstance(found, Tiles | JoinedValues):
+            return
+        sharding, hint = record(node).sharding, self.hint(node)
+        if sharding is None:
+            return self.walk_untyped(stage, node, found, hint)
+        values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
+        values += self.facts.values_of(found.root) if isinstance(found, Tiles) else ()
+        value = next((one for one in values if isinstance(found, Tiles) and is_value(one, sharding, found, self.sizes)), None)
+        if value is not None:
+            assert isinstance(found, Tiles)
+            before = {one.root for x in node.all_input_nodes if isinstance(one := self.held.get(x), Tiles)}
+            self.know(node, found, Fact(value, sharding), "moved" if found.root in before else "computed whole")
+        elif is_sum(node) and self.prove_sum(node, sharding) or node.target is aten.full.default and self.prove_zeros(node, sharding):
+            return
+        else:
+            why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
+            if why:
+                self.fail(stage, node, why, None if hint is None else hint[0])
+
+    def is_guard(self, node: Node) -> bool:
+        """Whether a check of an index has the bounds of a traced reader of it."""
+        found, (low, high, ignore) = self.held[node], node.args[1:4]
+        values = self.facts.values_of(found.root) if isinstance(found, Tiles) else []
+        bounds = (bound for value in values for bound in self.traced.bounds.get(value, ()))
+        return any((bound.low, bound.high, bound.ignore) == (low, high, ignore) for bound in bounds)
+
+    def walk_untyped(self, stage: Stage, node: Node, found: Tiles | JoinedValues, hint: tuple[Node, int] | None) -> None:
+        """A line without a type: inside of a lowering, a part of a move, or the value of a chunk."""
+        is_known = isinstance(found, Tiles) and found.root in self.traced.known
+        if record(node).chunk is not None and not is_known:
+            if is_sum(node) and self.prove_sum(node, None) or hint is not None and not self.prove_lowering(node, found, None, *hint):
+                return
+        self.proof.kinds["inside"] += 1
+
+    def hint(self, node: Node) -> tuple[Node, int] | None:
+        """The traced value that a line says it is a form of."""
+        name, _, index = record(node).of.partition(".")
+        made = self.traced.named.get(name)
+        return None if made is None else (made, int(index or 0)) if not is_getitem(made) else value_of(made)
+
+    def prove_sum(self, node: Node, sharding: Sharding | None) -> bool:
+        """Whether a line adds values that are sharded alike; then it is their sum. Or one value's parts of several chunks."""
+        facts = [self.known.get(one) for one in node.args]  # type: ignore[arg-type]
+        if any(fact is None for fact in facts):
+            return False
+        rows = [fact for fact in facts if fact is not None]
+        first = rows[0]
+        if len({fact.value for fact in rows}) == 1 and (partial := joined_partial([fact.sharding.partial for fact in rows])) is not None:
+            addends = [tiles_of(fact.value, replace(fact.sharding, partial=partial), self.sizes) for fact in rows]
+            made = replace(first.sharding, partial=partial) if sharding is None else sharding
+            tiles = tiles_of(first.value, made, self.sizes)
+            if all(one.like(tiles) for one in addends):
+                self.held[node] = tiles
+                return self.know(node, tiles, Fact(first.value, made), "chunks")
+        sharding = first.sharding if sharding is None else sharding
+        shapes = {fact.value.shape for fact in rows}
+        whys = {how for _, how in sharding.partial}
+        if len(shapes) != 1 or whys - {"sum"} or any(fact.sharding != sharding for fact in rows):
+            return False
+        value = self.traced.sum_of([fact.value for fact in rows], record(node).dtype, rows[0].value.shape)
+        tiles = tiles_of(value, sharding, self.sizes)
+        self.held[node] = tiles
+        return self.know(node, tiles, Fact(value, sharding), "sum")
+
+    def prove_zeros(self, node: Node, sharding: Sharding) -> bool:
+        """Whether a line makes zeros: the sum of nothing."""
+        if node.args[1] != 0:
+            return False
+        value = self.traced.sum_of([], record(node).dtype, sharding.shape)
+        tiles = self.held[node] = tiles_of(value, sharding, self.sizes)
+        return self.know(node, tiles, Fact(value, sharding), "zeros")
+
+    # --------------------------------------------------------------------------------------------------------------- lowerings
+
+    def prove_lowering(self, node: Node, found: Tiles | JoinedValues, sharding: Sharding | None, n: Node, index: int) -> str:
+        """Why a line is not result `index` of the traced call `n`; "" if it is."""
+        tensors = operands(n)
+        try:
+            rule = rule_of(n, tensors)
+        except REFUSED as refused:
+            return f"the rule of {ir.op_name(n)}: {refused}"
+        if rule is None:
+            return f"{ir.op_name(n)} has no rule, and runs on what is split"
+        told = self.types_of_results(n, index, sharding)
+        roots = [piece.root for piece in found.pieces] if isinstance(found, JoinedValues) else [found.root]
+        leaves = [one for root in roots for one in self.traced.terms.tiles_in(root, self.traced.known.__contains__)]
+        leaves += [one for one in (self.held[o] for o in node.all_input_nodes) if isinstance(one, Tiles)]
+        why, other = "", ""
+        for row, way in self.replays.ways(rule, tensors, leaves):
+            try:
+                made = self.replays.replay(n, rule, row, way, told, sharding is not None)
+            except REFUSED as refused:
+                other = other or str(refused)
+                continue
+            if made.results[index] != found:
+                continue
+            by_rule = made.shardings[index]
+            why = padding_fault(rule, row, self.sizes) or ("" if sharding is None else _difference(by_rule, sharding))
+            if not why:
+                own, value = by_rule if sharding is None else sharding, self.traced.values[n, index]
+                tiles = tiles_of(value, own, self.sizes)
+                zero = row[0][0].padding if rule.kind == "layout" and row else ()
+                self.held[node] = replace(tiles, padding=tuple(one for one in zero if one[1] == 0.0))
+                self.know(node, tiles, Fact(value, own), "lowered")
+                self.proof.trusted[ir.op_name(n)] += 1
+                return ""
+        return why or f"it is not what the rule of {ir.op_name(n)} writes for it" + (f"; {other}" if other else "")
+
+    def types_of_results(self, n: Node, index: int, sharding: Sharding | None) -> Told:
+        """The shardings that types say the results of a call have; for those of which no line speaks a guess, whose dims matter alone where
+        no operand has them."""
+        rows = records(n)
+        if sharding is None:
+            return tuple(whole_sharding(one.shape) for one in rows)
+        found: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
+        for at in range(len(rows)):
+            types = self.types.get((n, at), [])
+            if at != index and types:
+                found[at] = next((one for one in types if one.split_axes() == sharding.split_axes()), types[0])
+        return tuple(found)
+
+    # ----------------------------------------------------------------------------------------------------------------- updates
+
+    def walk_update(self, stage: Stage, node: Node) -> None:
+        """One update of many is one of each; behind it the names of what it writes stand for the new values."""
+        one = ONE_OF[node.target]  # type: ignore[index]
+        count = 1 + len(WRITTEN[one])
+        columns, rest = node.args[:count], node.args[count:]
+        new: dict[Node, tuple[Tiles, Fact]] = {}
+        for row in zip(*columns, strict=True):
+            if why := self._prove_update(one, row, rest, new):
+                return self.fail(stage, node, f"{row[0]}: {why}")
+        for x, (tiles, fact) in new.items():
+            self.held[x] = tiles
+            self.know(x, tiles, fact)
+        self.proof.kinds["update"] += 1
+
+    def _prove_update(self, one: object, row: Sequence[Node], rest: Sequence[Any], new: dict[Node, tuple[Tiles, Fact]]) -> str:
+        """Why no traced update is that of one parameter; "" if one is, whose results are added to `new`."""
+        given = [self.known.get(x) for x in (*row, *(x for x in rest if isinstance(x, Node)))]
+        facts = [fact for fact in given if fact is not None]
+        if len(facts) < len(given):
+            return "an operand is no value"
+        if row[0] in new:
+            return "it is written twice"
+        flags = [argument for argument in rest if not isinstance(argument, Node)]
+        for n in self.updates.get((one, facts[0].value), ()):
+            wanted = [self.traced.values[value_of(operand)] for operand in operands(n)]
+            if wanted != [fact.value for fact in facts] or flags != [x for x in n.args[len(row) :] if not isinstance(x, Node)]:
+                continue
+            written = WRITTEN[one]  # type: ignore[index]
+            for place in (*written, 1):
+                own = facts[place].sharding
+                if own.partial or own.dims and own.shape == facts[0].value.shape and own.dims != facts[0].sharding.dims:
+                    return f"{row[place]} is {own}, and {row[0]} {facts[0].sharding}"
+            for i, place in enumerate(written):
+                fact = Fact(self.traced.values[n, i], facts[place].sharding)
+                new[row[place]] = tiles_of(fact.value, fact.sharding, self.sizes), fact
+            return ""
+        return f"no traced update takes {', '.join(map(str, row[1:]))}"
+
+
+def _difference(found: Sharding, told: Sharding) -> str:
+    """How a type differs from the sharding by the rule; "" if it does not."""
+    if dict(found.partial) != dict(told.partial):
+        return f"it is partial over {dict(found.partial)}, declared {dict(told.partial)}"
+    for dim, (own, declared) in enumerate(zip(found.dims, told.dims, strict=True)):
+        if runs_of(own) != runs_of(declared):
+            return f"dim {dim} is {' * '.join(map(str, own))}, declared {' * '.join(map(str, declared))}"
+    return ""
+
+
+def prove(program: PlainProgram, traced: TracedTerms) -> ProgramProof:
+    """The proof of a program against its traced graph, or what of it is not proved."""
+    return Erasure(program, traced).run()

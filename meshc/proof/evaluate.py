@@ -1,0 +1,274 @@
+"""Result of a call, by what is known of its operands: tiles moved, or else a new term.
+
+    reshape(x, [8, 4])                 x's elements: the same root, other dims
+    all_gather(x, ["dp"], 0)           x, no longer split over dp
+    mm(x, w)                           a new root: a term of mm and both operands' tiles
+
+The traced graph, the program's lines and the lines of a rule's lowering are all walked by it, so that equal lines give equal tiles. A root
+is *known* if it is a value of the traced graph: then what its axes say holds of it on all ranks. Of any other root nothing is known but
+the calls that made it; collectives and tiles of those are terms, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import KEY, is_getitem, records, spmd
+from meshc.ir.reductions import REDUCTIONS
+from meshc.ir.sharding import ZIGZAG, tile_sizes
+from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
+from meshc.proof import joined_values, moves
+from meshc.proof.chunks import chunks_of, is_of_chunks, name_of_chunks
+from meshc.proof.held import Held, Integer, JoinedValues, Several
+from meshc.proof.terms import TermTable, arguments
+from meshc.proof.tiles import (
+    END,
+    Digit,
+    Dim,
+    Dims,
+    Tiles,
+    Unfit,
+    digits_of_axes,
+    dims_of_shape,
+    fuse_digits,
+    lengthen_with_zeros,
+    major_digits,
+    with_dim,
+)
+from meshc.rules.elementwise import is_pointwise
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+SAME: Final = {
+    aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default,
+    meshc.check_index.default, spmd.to_host, spmd.from_host,
+}  # fmt: skip
+"""Calls whose result is their operand, elsewhere or looked at."""
+
+
+class Evaluator:
+    """
+    sizes   of the mesh's axes
+    known   roots that are values of the traced graph
+    numel   number of positions of a root
+    traced  whether the graph is the traced one
+    """
+
+    def __init__(self, terms: TermTable, sizes: Mapping[str, int], known: set[int], numel: dict[int, int], traced: bool = False) -> None:
+        self.terms, self.sizes, self.known, self.numel, self.traced = terms, dict(sizes), known, numel, traced
+        self.part_sizes: dict[object, set[int]] = defaultdict(set)
+        """(root, its axes that split one part, with their strides) -> sizes of that part, by the types that are known."""
+
+    def call(self, node: Node, of: Callable[[Node], Held]) -> Held:
+        """What a call gives; `of`: what is known of its operands."""
+        target = node.target
+        if is_getitem(node):
+            several = of(node.args[0])  # type: ignore[arg-type]
+            assert isinstance(several, Several)
+            return self.root(records(node)[0].shape, "item", several.number, node.args[1])
+        if target in spmd.INTEGERS.values():
+            return self._integer(node, of)
+        if target in SAME:
+            return of(node.args[0])  # type: ignore[arg-type]
+        first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        try:
+            if isinstance(first, Tiles) and (move := moves.MOVES.get(target)) is not None:
+                return move(self, first, node, of)
+            if isinstance(first, JoinedValues) or target is aten.cat.default:
+                return joined_values.call(self, first, node, of)
+        except Unfit:
+            pass
+        return self.opaque(node, of)
+
+    def opaque(self, node: Node, of: Callable[[Node], Held]) -> Held:
+        """A call as a term."""
+        made = records(node)
+        if (repeated := self._repeat_result(node, of)) is not None:
+            return repeated
+        key = node.target, arguments(node.args, of), arguments(node.kwargs, of)
+        if isinstance(node.meta[KEY], tuple):
+            return Several(self.terms.number("call", *key))
+        return self.root(made[0].shape, "call", *key)
+
+    def _repeat_result(self, node: Node, of: Callable[[Node], Held]) -> Tiles | None:
+        """A pointwise call on one operand that is repeated: the repetition of what it gives for the operand once. None for other calls."""
+        x = of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else None
+        if not isinstance(x, Tiles) or not any(stride == 0 for dim in x.dims for stride, _ in dim) or not is_pointwise(node):
+            return None
+        once = replace(x, dims=tuple(fuse_digits(digit for digit in dim if digit[0]) for dim in x.dims))
+        made = self.root(once.shape, "call", node.target, arguments(node.args, lambda _: once), arguments(node.kwargs, lambda _: once))
+        dims = []
+        for own, whole in zip(made.dims, x.dims, strict=True):
+            rest = list(own)
+            digits: list[Digit] = []
+            for stride, extent in whole:
+                taken, left = ([(0, extent)], rest) if not stride else map(list, major_digits(rest, extent))
+                digits += taken
+                rest = left
+            dims.append(fuse_digits(digits))
+        return replace(made, dims=tuple(dims))
+
+    def root(self, shape: Sequence[int], *term: Any) -> Tiles:
+        number = self.terms.number(*term)
+        self.numel.setdefault(number, prod(shape))
+        return Tiles(number, dims_of_shape(shape))
+
+    def _integer(self, node: Node, of: Callable[[Node], Held]) -> Integer | int:
+        def plain(argument: object) -> object:
+            if isinstance(argument, Node):
+                return of(argument)
+            return tuple(map(plain, argument)) if isinstance(argument, list | tuple) else argument
+
+        target: Any = node.target
+        args = tuple(map(plain, node.args))
+        if target is spmd.coordinate and is_of_chunks(args[0]):  # type: ignore[arg-type]
+            return chunks_of(args[0])[0][0]  # type: ignore[arg-type]
+        if target in (spmd.tile_start, spmd.tile_count) and all(isinstance(one, int) for one in args[2]):  # type: ignore[attr-defined]
+            return int(target(*args))
+        return Integer((target.__name__, *args))
+
+    # ------------------------------------------------------------------------------------------------------------- collectives
+
+    def elementwise(self, x: Tiles, *what: Any) -> Tiles:
+        """A term that holds position by position, whatever the dims."""
+        number = self.terms.number(*what, replace(x, dims=()))
+        self.numel.setdefault(number, self.numel.get(x.root, 0))
+        return Tiles(number, x.dims)
+
+    def all_reduce(self, x: Tiles, axes: Sequence[str], how: str) -> Tiles:
+        partial = dict(x.partial)
+        if x.root in self.known and all(partial.get(axis) == how for axis in axes):
+            rest = tuple(row for row in x.partial if row[0] not in axes)
+            return replace(x, partial=rest, padding=self._kept_padding(x, how))
+        return self.elementwise(x, "all_reduce", tuple(sorted(axes)), how)
+
+    def _kept_padding(self, x: Tiles, how: str) -> tuple[tuple[str, float], ...]:
+        return tuple(row for row in x.padding if REDUCTIONS[how].keeps(row[1]))
+
+    def all_gather(self, x: Tiles, axes: Sequence[str], dim: int) -> Tiles:
+        split = dict(x.axes)
+        if x.root in self.known and all(axis in split for axis in axes):
+            digits = [(split[axis], self.sizes[axis]) for axis in axes]
+            rest = tuple(row for row in x.axes if row[0] not in axes)
+            padding = tuple(row for row in x.padding if row[0] not in axes and not row[0].startswith("+"))
+            return Tiles(x.root, with_dim(x.dims, dim, [*digits, *x.dims[dim]]), rest, x.partial, padding)
+        return self._gather_roots(x, axes, dim, x.dims, "all_gather")
+
+    def _gather_roots(self, x: Tiles, axes: Sequence[str], dim: int, dims: Dims, *what: Any) -> Tiles:
+        """All ranks' own of a root that is not known, as one root: the first rank's, the second's, ..."""
+        own = self.numel[x.root]
+        number = self.terms.number(*what, tuple(axes), replace(x, dims=()))
+        count = prod(self.sizes[axis] for axis in axes)
+        self.numel.setdefault(number, own * count)
+        return Tiles(number, with_dim(dims, dim, [(own, count), *dims[dim]]))
+
+    def reduce_scatter(self, x: Tiles, axes: Sequence[str], dim: int, how: str) -> Tiles:
+        taken, rest = major_digits(x.dims[dim], prod(self.sizes[axis] for axis in axes))
+        partial = dict(x.partial)
+        if x.root in self.known and all(partial.get(axis) == how for axis in axes):
+            left = tuple(row for row in x.partial if row[0] not in axes)
+            reduced = replace(x, partial=left, padding=self._kept_padding(x, how))
+            return self._place_tiles(reduced, dim, taken, rest, axes)
+        return self.elementwise(replace(x, dims=with_dim(x.dims, dim, rest)), "reduce_scatter", tuple(axes), how, taken)
+
+    def _place_tiles(self, x: Tiles, dim: int, taken: Dim, rest: Dim, axes: Sequence[str]) -> Tiles:
+        """Each rank has its own tile of a dim."""
+        split = dict(x.axes)
+        if any(axis in split for axis in axes):
+            raise Unfit(f"split over {axes} twice")
+        digits = digits_of_axes(taken, axes, self.sizes)
+        split.update({axis: stride for axis, (stride, _) in digits if stride})
+        added = {row[0] for row in x.padding if row[0].startswith("+")}
+        zero = [(axis, 0.0) for axis in axes] if added else []
+        padding = [row for row in x.padding if row[0] not in added]
+        return Tiles(x.root, with_dim(x.dims, dim, rest), tuple(sorted(split.items())), x.partial, tuple(sorted([*padding, *zero])))
+
+    def all_to_all(self, x: Tiles, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tiles:
+        taken, rest = major_digits(x.dims[split_dim], prod(self.sizes[axis] for axis in axes))
+        dims, split = with_dim(x.dims, split_dim, rest), dict(x.axes)
+        if x.root in self.known and all(axis in split for axis in axes):
+            digits = [(split.pop(axis), self.sizes[axis]) for axis in axes]
+            split.update({axis: stride for axis, (stride, _) in digits_of_axes(taken, axes, self.sizes) if stride})
+            padding = tuple(row for row in x.padding if row[0] not in axes and not row[0].startswith("+"))
+            if any(row[0].startswith("+") for row in x.padding):
+                padding = tuple(sorted([*padding, *((axis, 0.0) for axis in axes)]))
+            return Tiles(x.root, with_dim(dims, concat_dim, [*digits, *dims[concat_dim]]), tuple(sorted(split.items())), x.partial, padding)
+        return self._gather_roots(x, axes, concat_dim, dims, "all_to_all", taken)
+
+    def to_zigzag(self, x: Tiles, axes: Sequence[str], dim: int, home: bool = False) -> Tiles:
+        """The halves of tiles in zigzag order: an order of the axis's tiles, by name. With `home`, the other way round."""
+        (axis,) = axes
+        one, other = (axis, f"{axis}~{ZIGZAG}")[:: -1 if home else 1]
+        split, own = dict(x.axes), x.dims[dim]
+        if x.root in self.known and one in split and len(own) == 1 and split[one] == own[0][0] * own[0][1] and axis not in dict(x.padding):
+            split[other] = split.pop(one)
+            return replace(x, axes=tuple(sorted(split.items())))
+        number = self.terms.number("from_zigzag" if home else "to_zigzag", axis, own, replace(x, dims=()))
+        self.numel.setdefault(number, self.numel.get(x.root, 0))
+        return Tiles(number, x.dims)
+
+    def from_zigzag(self, x: Tiles, axes: Sequence[str], dim: int) -> Tiles:
+        return self.to_zigzag(x, axes, dim, home=True)
+
+    def chunk(self, x: Tiles, dim: int, start: int, end: int, number: int) -> Tiles | None:
+        """A chunk of a known value; None for another slice."""
+        size, own = x.shape[dim], x.dims[dim]
+        rows = end - start if not number else start // number
+        if len(own) != 1 or rows < 1 or start != number * rows or end != min(size, start + rows):
+            return None
+        axis, count = name_of_chunks([number], -(-size // rows)), -(-size // rows)
+        self.sizes.setdefault(axis, count)
+        split = tuple(sorted([*x.axes, (axis, own[0][0] * rows)]))
+        return Tiles(x.root, with_dim(x.dims, dim, [(own[0][0], end - start)]), split, x.partial, x.padding)
+
+    def ring_shift(self, x: Tiles, axes: Sequence[str], steps: int) -> Tiles:
+        return self.elementwise(x, "ring_shift", tuple(axes), steps)
+
+    def shard(self, x: Tiles, dim: int, tiles: int, index: Held | int) -> Tiles:
+        axes = index.axes(self.sizes) if isinstance(index, Integer) else None
+        extent = x.shape[dim]
+        whole = lengthen_with_zeros(x, dim, -(-extent // tiles) * tiles - extent)
+        taken, rest = major_digits(whole.dims[dim], tiles)
+        if x.root in self.known and axes is not None and prod(self.sizes[axis] for axis in axes) == tiles:
+            if not {*axes} & {axis for axis, _ in x.partial}:
+                return self._place_tiles(whole, dim, taken, rest, axes)
+        return self.elementwise(replace(whole, dims=with_dim(whole.dims, dim, rest)), "shard", taken, index)
+
+    def keep_first(self, x: Tiles, index: Held | int) -> Tiles:
+        axes = index.axes(self.sizes) if isinstance(index, Integer) else None
+        if x.root in self.known and axes is not None and not {*axes} & ({axis for axis, _ in x.axes} | {axis for axis, _ in x.partial}):
+            if all(value == 0.0 for _, value in x.padding):
+                return replace(x, partial=tuple(sorted([*x.partial, *((axis, "sum") for axis in axes)])))
+            return replace(x, partial=tuple(sorted([*x.partial, *((axis, "sum") for axis in axes)])), padding=())
+        return self.elementwise(x, "keep_first", index)
+
+    def mask(self, x: Tiles, dim: int, count: Held | int, value: float) -> Tiles:
+        axes = self._masked_axes(x, dim, count)
+        if axes is not None and x.root in self.known:
+            padding = {**dict(x.padding), **dict.fromkeys(axes, float(value))}
+            return replace(x, padding=tuple(sorted(padding.items())))
+        return self.elementwise(x, "mask", x.dims[dim], count, value)
+
+    def _masked_axes(self, x: Tiles, dim: int, count: Held | int) -> tuple[str, ...] | None:
+        """The axes whose uneven tiles a mask looks at: those that split the positions of the dim. None for another mask."""
+        if not isinstance(count, Integer) or count.made[0] != "tile_count" or len(x.dims[dim]) > 1:
+            return None
+        _, size, counts, coordinates = count.made
+        rows = [one.axes(self.sizes) if isinstance(one, Integer) else None for one in coordinates]
+        if any(row is None or len(row) != 1 for row in rows):
+            return None
+        axes = tuple(axis for row in rows if row for axis in row)
+        extents, split = tile_sizes(size, counts)[1:], dict(x.axes)
+        if [self.sizes[axis] for axis in axes] != [*counts] or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
+            return None
+        if self.part_sizes.get((x.root, tuple((axis, split[axis]) for axis in axes))) != {size}:
+            return None
+        unit = x.dims[dim][0][0] if x.dims[dim] else split[axes[-1]]
+        return axes if all(split[axis] in (unit * extent, END) for axis, extent in zip(axes, extents, strict=True)) else None

@@ -1,0 +1,133 @@
+"""Facts of a proof: which tiles are which traced value, in which sharding; and the shardings in which tiles may be a value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from meshc.ir.sharding import Part, Sharding
+from meshc.proof.tiles import Tiles, Unfit, extent_of, stride_within, tiles_of
+
+Parts = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Some tiles are a traced value in a sharding."""
+
+    value: Tiles
+    sharding: Sharding
+
+
+Form = tuple[Tiles, Fact]
+"""Tiles, with what they are."""
+
+
+class Facts:
+    """`part_sizes`: where sizes of parts are noted, by root and by axes with their strides."""
+
+    def __init__(self, sizes: Mapping[str, int], part_sizes: dict[object, set[int]]) -> None:
+        self._sizes, self._part_sizes = sizes, part_sizes
+        self._of: dict[Tiles, list[Fact]] = defaultdict(list)
+        self._forms: dict[Tiles, list[Form]] = defaultdict(list)
+        self._values: dict[int, dict[Tiles, None]] = defaultdict(dict)
+        self._parts: dict[Tiles, dict[Sharding, None]] = defaultdict(dict)
+
+    def add(self, tiles: Tiles, fact: Fact) -> None:
+        """Notes that these tiles are what the fact says, whatever their padding holds."""
+        plain = replace(tiles, padding=())
+        rows = self._of[plain]
+        if fact in rows:
+            return
+        rows.append(fact)
+        self._values[tiles.root][fact.value] = None
+        self._forms[fact.value].append((plain, fact))
+        self._parts[fact.value][fact.sharding.whole()] = None
+        strides = dict(tiles.axes)
+        for _, _, part in fact.sharding.parts():
+            if part.axes and all(axis in strides for axis in part.cuts):
+                self._part_sizes[tiles.root, tuple((axis, strides[axis]) for axis in part.cuts)].add(part.size)
+
+    def values_of(self, root: int) -> list[Tiles]:
+        """The values, whole, that are known to have this root."""
+        return list(self._values.get(root, ()))
+
+    def forms_of(self, value: Tiles) -> Sequence[Form]:
+        return self._forms.get(value, ())
+
+    def of(self, tiles: Tiles, value: Tiles) -> list[Fact]:
+        """The shardings in which tiles are a value: those that are known, or else one that gives these tiles."""
+        plain = replace(tiles, padding=())
+        found = [fact for fact in self._of.get(plain, ()) if fact.value == value]
+        if not found and (sharding := self._sharding_of(value, tiles)) is not None:
+            found = [Fact(value, sharding)]
+            self._of[plain] += found
+        return found
+
+    def _sharding_of(self, value: Tiles, tiles: Tiles) -> Sharding | None:
+        for whole in self._whole_shardings(value):
+            units = [(d, p, unit, part) for d, parts in enumerate(whole.dims) for p, part, unit in _units(value, d, parts)]
+            rows: dict[tuple[int, int], list[str]] = defaultdict(list)
+            for axis, stride in sorted(tiles.axes, key=lambda row: -row[1]):
+                at = next(((d, p) for d, p, unit, part in units if unit <= stride < unit * part.size), None)
+                if at is not None:
+                    rows[at].append(axis)
+            dims = (tuple(_with_cuts(part, rows[d, p]) for p, part in enumerate(parts)) for d, parts in enumerate(whole.dims))
+            made = Sharding(tuple(dims), tiles.partial)
+            if is_value(value, made, tiles, self._sizes):
+                return made
+        return None
+
+    def _whole_shardings(self, value: Tiles) -> Iterator[Sharding]:
+        """How a value's dims may be made of parts: as types say, as they say of it in another shape, and as one part each."""
+        yield from self._parts.get(value, ())
+        for other in self._values.get(value.root, ()):
+            for sharding in self._parts.get(other, ()):
+                if (dims := _regroup_parts([part for parts in sharding.dims for part in parts], value.shape)) is not None:
+                    yield Sharding(dims)
+        yield whole_sharding(value.shape)
+
+
+def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str, int]) -> bool:
+    """Whether tiles are a value in a sharding."""
+    try:
+        return tiles_of(value, sharding, sizes).like(tiles)
+    except Unfit:
+        return False
+
+
+def _with_cuts(part: Part, cuts: Sequence[str]) -> Part:
+    """A part split by axes, of which the first may say the order of its tiles: `cp~zigzag`."""
+    axes = [cut.partition("~")[0] for cut in cuts]
+    return replace(part, axes=tuple(axes), order=cuts[0].partition("~")[2] if cuts else "")
+
+
+def whole_sharding(shape: Sequence[int]) -> Sharding:
+    """Of a value of which nothing is split, each dim a part."""
+    return Sharding(tuple((Part(f"dim {at}", size),) for at, size in enumerate(shape)))
+
+
+def _units(value: Tiles, dim: int, parts: Parts) -> Iterator[tuple[int, Part, int]]:
+    """(place, part, how far apart its positions are) for the parts of a dim."""
+    unit = extent_of(value.dims[dim])
+    for place, part in enumerate(parts):
+        unit //= part.size
+        try:
+            yield place, part, stride_within(value.dims[dim], unit)
+        except Unfit:
+            continue
+
+
+def _regroup_parts(parts: Sequence[Part], shape: Sequence[int]) -> tuple[Parts, ...] | None:
+    """The same parts, in order, as those of other dims; None if they do not fit."""
+    rest, found = list(parts), []
+    for size in shape:
+        dim: list[Part] = []
+        while rest and prod(part.size for part in dim) < size:
+            dim.append(rest.pop(0))
+        if prod(part.size for part in dim) != size:
+            return None
+        found.append(tuple(dim))
+    return tuple(found) if all(part.size == 1 for part in rest) else None

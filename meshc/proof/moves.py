@@ -1,0 +1,102 @@
+"""Calls that only move positions, by operator, for `evaluate.py`. Each raises Unfit where digits cannot say what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import records, spmd
+from meshc.ir.schemas import RESHAPES, named_arguments
+from meshc.proof.chunks import is_of_chunks
+from meshc.proof.held import Held
+from meshc.proof.tiles import Tiles, Unfit, expand_dims, lengthen_with_zeros, narrow_dim, permute_dims, reshape_dims
+
+if TYPE_CHECKING:
+    from meshc.proof.evaluate import Evaluator
+
+aten = torch.ops.aten
+Of: TypeAlias = Callable[[Node], Held]
+Move: TypeAlias = "Callable[[Evaluator, Tiles, Node, Of], Held]"
+
+
+def _of_shape(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    return reshape_dims(x, records(node)[0].shape)
+
+
+def _permute(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    return permute_dims(x, [dim % len(x.dims) for dim in named_arguments(node)["dims"]])
+
+
+def _transpose(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    order = list(range(len(x.dims)))
+    if node.target is aten.t.default:
+        return permute_dims(x, order[::-1])
+    one, other = (named_arguments(node)[name] % len(order) for name in ("dim0", "dim1"))
+    order[one], order[other] = order[other], order[one]
+    return permute_dims(x, order)
+
+
+def _expand(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    return expand_dims(x, records(node)[0].shape)
+
+
+def _slice(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    given = named_arguments(node)
+    dim, start, end = given["dim"] % len(x.dims), given["start"] or 0, given["end"]
+    size = x.shape[dim]
+    if (chunk := records(node)[0].chunk) is not None and x.root in of.known and (made := of.chunk(x, dim, start, end, chunk)) is not None:
+        return made
+    if isinstance(start, Node) or isinstance(end, Node) or start % max(size, 1) or start and start >= size or given["step"] != 1:
+        raise Unfit("a slice from the middle")
+    end = size if end is None else max(0, end + size) if end < 0 else min(end, size)
+    if not end:
+        raise Unfit("an empty slice")
+    made = narrow_dim(x, dim, end)
+    return made if made is x else replace(made, padding=tuple(row for row in made.padding if not row[0].startswith("+")))
+
+
+def _pad(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    given = named_arguments(node)
+    pad, value = given["pad"], given["value"]
+    places = [at for at, amount in enumerate(pad) if amount]
+    if of.traced or value != 0 or len(places) > 1 or any(place % 2 == 0 or pad[place] < 0 for place in places):
+        raise Unfit("padding of other kinds")
+    if not places:
+        return x
+    dim = len(x.dims) - 1 - places[0] // 2
+    made = lengthen_with_zeros(x, dim, pad[places[0]])
+    for axis, stride in x.axes:  # the last chunk, shorter than the others
+        if is_of_chunks(axis) and made.dims[dim] and stride == made.dims[dim][0][0] * made.dims[dim][0][1]:
+            return replace(made, padding=tuple(sorted([*x.padding, (axis, 0.0)])))
+    return made
+
+
+def _spmd(name: str) -> Move:
+    def move(of: Evaluator, x: Tiles, node: Node, value: Callable[[Node], Held]) -> Held:
+        if node.kwargs:
+            raise Unfit("named arguments")
+        rest = [value(argument) if isinstance(argument, Node) else argument for argument in node.args[1:]]
+        if spmd.joins_stages(node):
+            raise Unfit("stages meet")
+        return getattr(of, name)(x, *rest)
+
+    return move
+
+
+MOVES: Final[Mapping[Any, Move]] = {
+    **dict.fromkeys(
+        (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints), _of_shape
+    ),
+    aten.permute.default: _permute, aten.transpose.int: _transpose, aten.t.default: _transpose, aten.expand.default: _expand,
+    aten.slice.Tensor: _slice, aten.constant_pad_nd.default: _pad,
+    **{
+        function: _spmd(function.__name__) for function in (
+            spmd.all_reduce, spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, spmd.to_zigzag, spmd.from_zigzag,
+            spmd.shard, spmd.keep_first, spmd.mask,
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""Outcome of a proof, for a reader."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from meshc.ir import has_record, op_name, records
+
+TRUSTED = "torch's trace of the model, what operators and the runtime do, pipelines' lists, and the rules and lowerings of"
+
+
+@dataclass(frozen=True)
+class UnprovedLine:
+    """A line that is not proved. `should_be`: the traced call that it says it is a form of; None if it says none."""
+
+    stage: str
+    line: Node
+    why: str
+    should_be: Node | None = None
+
+    def __str__(self) -> str:
+        wanted = "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
+        return f"{self.stage}: {_text(self.line)}{wanted}\n  why not: {self.why}"
+
+
+@dataclass
+class ProgramProof:
+    """
+    mesh      of the program
+    values    number of values that the traced graph has
+    lines     number of a rank's lines
+    kinds     number of lines by how they are proved
+    failures  lines that are not proved, in order
+    trusted   number of lines that take the rule and the lowering of an operator as they are, by operator
+    seconds   that it took
+    """
+
+    mesh: str
+    values: int
+    lines: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[UnprovedLine] = field(default_factory=list)
+    trusted: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        if not self.holds:
+            more = f"\n{len(self.failures) - 1} more lines are not proved" if len(self.failures) > 1 else ""
+            return f"not proved: {self.failures[0]}{more}"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        what = f"proved: {self.lines} lines of a rank on {self.mesh} are the traced graph's {self.values} values"
+        return f"{what}: {kinds}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
+
+
+def _text(node: Node) -> str:
+    source = str(records(node)[0].source) if has_record(node) else ""
+    call = f"{op_name(node)}({', '.join(map(str, node.args))})" if node.op == "call_function" else node.op
+    return f"{node.name} = {call}" + (f"  # {source}" if source else "")

@@ -1,0 +1,130 @@
+"""A rule's lowering of a traced call for the forms of its operands, as terms; and which forms these may be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.fx import Node
+
+from meshc.ir import Record, operands, records, value_of
+from meshc.ir.sharding import Part, Sharding, padded_parts
+from meshc.proof.evaluate import Evaluator
+from meshc.proof.facts import Fact, Facts, Form, Parts
+from meshc.proof.held import Held, Several
+from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
+from meshc.proof.tiles import Tiles, Unfit, tiles_of
+from meshc.proof.traced import TracedTerms
+from meshc.rules import in_any_order
+from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings
+from meshc.rules.rule import Rule
+
+REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
+"""What a rule raises that is asked for a lowering that it does not have."""
+MOST: Final = 64
+"""Combinations of forms of a call's operands that are tried for one line."""
+Told = tuple[Sharding | None, ...]
+
+
+@dataclass(frozen=True)
+class LoweringResults:
+    """What a lowering gives: the terms of the results, None where there is none, and their shardings by the rule."""
+
+    results: Sequence[Held | None]
+    shardings: Sequence[Sharding]
+
+
+class LoweringReplays:
+    def __init__(self, traced: TracedTerms, evaluator: Evaluator, facts: Facts) -> None:
+        self._traced, self._evaluator, self._facts = traced, evaluator, facts
+        self._memo: dict[object, Any] = {}
+
+    def ways(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[tuple[Form, ...], LoweringWay]]:
+        """Forms in which the operands of a traced call may be among what a line is made of, and the ways in which a rule may be lowered."""
+        some = [LoweringWay()]
+        some += [LoweringWay(uses_zigzag=True)] if rule.rings else []
+        some += [LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.rings or rule.zigzag else []
+        yield from itertools.product(self._forms(rule, tensors, leaves), some)
+
+    def _forms(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[Form, ...]]:
+        values = [self._traced.values[value_of(tensor)] for tensor in tensors]
+        rows: list[list[Form]] = []
+        for value in values:
+            found = {(leaf, fact): None for leaf in leaves if leaf.root == value.root for fact in self._facts.of(leaf, value)}
+            rows.append(list(found)[:4])
+        for at, value in enumerate(values):
+            rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
+            others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first
+            rows[at] = [*rows[at][:4], *others[-4:]]
+        yield from itertools.islice(itertools.product(*rows), MOST)
+
+    def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]], leaves: Sequence[Tiles]) -> Iterator[Form]:
+        """Forms of an operand that is sharded as other operands' letters say: of a value that is repeated its tiles do not say it."""
+        parts: dict[str, Parts] = {}
+        for place, (letters, row) in enumerate(zip(rule.operands, rows, strict=True)):
+            if row and place != at:
+                parts.update(zip(letters, row[0][1].sharding.dims, strict=False))
+        own = (parts.get(letter) or (Part("", size),) for letter, size in zip(rule.operands[at], value.shape, strict=True))
+        sharding = Sharding(tuple(own))
+        try:
+            expected = tiles_of(value, sharding, self._evaluator.sizes)
+        except Unfit:
+            return
+        yield from ((leaf, Fact(value, sharding)) for leaf in leaves if leaf.like(expected))
+
+    def replay(self, n: Node, rule: Rule, row: Sequence[Form], way: LoweringWay, told: Told, is_typed: bool) -> LoweringResults:
+        """What the rule's lowering of a traced call gives for these forms of its operands. Raises what is `REFUSED`.
+
+        `told`: shardings of results, for letters that operands do not have; with `is_typed` those that types declare.
+        """
+        given = [fact.sharding for _, fact in row]
+        parts = parts_of_letters(rule, given, told)
+        results = result_shardings(n, rule, given, parts, told)
+        for letter, of in parts.items():
+            if not way.is_in_zigzag and any(part.order for part in of) and not in_any_order(n, rule, letter):
+                raise SplitError(f"{letter} is in zigzag order, which the operator does not take")
+        emitter = Emitter(self._evaluator.sizes, self._memo)
+        inner: list[Node] = []
+        for at, ((tiles, fact), tensor) in enumerate(zip(row, operands(n), strict=True)):
+            before = next((k for k in range(at) if row[k] == row[at]), None)
+            if before is not None:
+                inner.append(inner[before])
+                continue
+            producer, i = value_of(tensor)
+            x = emitter.operand(f"x{at}", Record(tiles.shape, records(producer)[i].dtype, fact.sharding))
+            emitter.tiles[x] = tiles
+            inner.append(x)
+        declared = tuple(own if one is None or not is_typed else one for one, own in zip(told, results, strict=True))
+        made = RecordedLowering(emitter, Letters(n, rule, parts, declared), inner, way).lower()
+        held: dict[Node, Held] = dict(emitter.tiles)
+        for x in emitter.graph.nodes:
+            if x.op == "call_function":
+                held[x] = self._evaluator.call(x, held.__getitem__)
+        return LoweringResults(self._results(made, held), results)
+
+    def _results(self, made: Any, held: Mapping[Node, Held]) -> list[Held | None]:
+        if not isinstance(made, Node):
+            return [None if x is None else held[x] for x in made]
+        found = held[made]
+        if isinstance(found, Several):
+            return [self._evaluator.root(one.shape, "item", found.number, i) for i, one in enumerate(records(made))]
+        return [found]
+
+
+def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int]) -> str:
+    """A message about an operand whose padding would count; "" if there is none."""
+    if rule.kind == "layout":
+        return ""
+    summed = {letter for sums in rule.sums for letter in sums}
+    for at, (tiles, fact) in enumerate(row):
+        clean = at in rule.clean
+        if rule.self_masked and not clean:
+            continue
+        padding, wanted = dict(tiles.padding), 0.0 if clean else rule.neutral
+        for dim, _, part in padded_parts(fact.sharding, sizes):
+            counts = clean or rule.operands[at][dim] in summed
+            if counts and any(padding.get(axis) != wanted for axis in part.cuts):
+                return f"operand {at}: what the uneven tiles of {part} add counts, and nothing says that it is {wanted}"
+    return ""

@@ -1,0 +1,259 @@
+"""Tiles: what a rank has of a value, as positions. Reshapes, transposes, slices and collectives only move positions.
+
+A position of a value is a number: of a value of shape [4, 6] the element [i, j] has the position 6 i + j. A *digit* (stride, extent)
+runs through positions in steps of `stride`. A dim of a local tensor is a product of digits, major to minor; a mesh axis has a stride:
+
+    "f32[batch 4/dp, ffn 6/tp]"       dims ((6, 2)), ((1, 3))       axes dp 12, tp 3        the element [i, j] of rank (d, t) has the
+                                                                                          position 12 d + 3 t + 6 i + j
+    all_gather(x, ["dp"], 0)          dims ((6, 4)), ((1, 3))       axes tp 3              (12, 2) (6, 2) is (6, 4)
+    reshape(x, [12])                  dims ((6, 4), (1, 3))         axes tp 3
+    129 over 2 ranks                  dims ((1, 65))                axes dp 65             one position of the second rank is padding
+
+Positions that an uneven split adds are beyond the end of a tile of an axis; what they hold is said by `padding`, or not known. Two locals
+of one root with equal tiles are equal but for padding that neither knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+from meshc.ir.sharding import Part, Sharding, tile_sizes
+
+Digit = tuple[int, int]
+"""(stride, extent) of positions."""
+Dim = tuple[Digit, ...]
+"""Digits of a dim, major to minor; () for a dim of size 1."""
+Dims = tuple[Dim, ...]
+END: Final = -1
+"""The stride of what is beyond a dim of size 1, which is padding."""
+
+
+class Unfit(Exception):
+    """A change of tiles that digits cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """
+    root     number of the term whose elements these are (`terms.py`)
+    dims     digits of each local dim
+    axes     (axis, stride) of each axis that splits the value, by name
+    partial  (axis, reduction), by name
+    padding  (axis, what the padding that its uneven tiles add holds), by name; axes missing: not known
+    """
+
+    root: int
+    dims: Dims
+    axes: tuple[tuple[str, int], ...] = ()
+    partial: tuple[tuple[str, str], ...] = ()
+    padding: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape."""
+        return tuple(map(extent_of, self.dims))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the same."""
+        return not self.axes and not self.partial
+
+    def like(self, other: Tiles) -> bool:
+        """Whether two are the same but for what their padding holds."""
+        return self.root == other.root and self.dims == other.dims and self.axes == other.axes and self.partial == other.partial
+
+
+def extent_of(dim: Dim) -> int:
+    return prod(extent for _, extent in dim)
+
+
+def fuse_digits(digits: Iterable[Digit]) -> Dim:
+    """The same positions in fewest digits."""
+    found: list[Digit] = []
+    for stride, extent in digits:
+        if extent == 1:
+            continue
+        if found and found[-1][0] == stride * extent:
+            found[-1] = (stride, found[-1][1] * extent)
+        else:
+            found.append((stride, extent))
+    return tuple(found)
+
+
+def dims_of_shape(shape: Sequence[int]) -> Dims:
+    """The digits of a value's dims over its own positions."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return tuple(fuse_digits([(stride, size)]) for stride, size in zip(strides, shape, strict=True))
+
+
+def major_digits(dim: Sequence[Digit], count: int) -> tuple[Dim, Dim]:
+    """The digits of a dim as those that run through `count` equal tiles, and those of a tile. Raises Unfit."""
+    taken: list[Digit] = []
+    rest = list(dim)
+    left = count
+    while left > 1:
+        if not rest:
+            raise Unfit(f"{count} tiles of {extent_of(tuple(dim))} positions")
+        stride, extent = rest.pop(0)
+        if left % extent == 0:
+            taken.append((stride, extent))
+            left //= extent
+        elif extent % left == 0:
+            taken.append((stride * (extent // left), left))
+            rest.insert(0, (stride, extent // left))
+            left = 1
+        else:
+            raise Unfit(f"{count} tiles of {extent_of(tuple(dim))} positions")
+    return fuse_digits(taken), fuse_digits(rest)
+
+
+def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:
+    """The same elements, in their order, in another shape. Raises Unfit."""
+    rest = [digit for dim in dims for digit in dim]
+    if prod(shape) != prod(extent for _, extent in rest):
+        raise Unfit(f"{shape} for {[*map(extent_of, dims)]}")
+    found: list[Dim] = []
+    for size in shape:
+        taken, kept = major_digits(rest, size)
+        found.append(taken)
+        rest = list(kept)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------------- what a sharding says
+
+
+def tiles_of_part(part: Part, unit: int, sizes: Mapping[str, int]) -> tuple[Digit, list[tuple[str, Digit]]]:
+    """The local digit of a part whose positions are `unit` apart, and the digit of each of its axes."""
+    counts = [sizes[axis] for axis in part.axes]
+    extents = tile_sizes(part.size, counts)
+    axes = [(axis, (unit * extent, count)) for axis, extent, count in zip(part.cuts, extents[1:], counts, strict=True)]
+    return (unit, extents[-1]), axes
+
+
+def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tiles:
+    """The tiles that a rank has of a whole value, by a sharding of it. Raises Unfit."""
+    if len(sharding.dims) != len(value.dims):
+        raise Unfit(f"a sharding of {len(sharding.dims)} dims for {len(value.dims)}")
+    dims: list[Dim] = []
+    axes: dict[str, int] = {}
+    for parts, own in zip(sharding.dims, value.dims, strict=True):
+        if prod(part.size for part in parts) != extent_of(own):
+            raise Unfit(f"{extent_of(own)} positions as {' * '.join(map(str, parts))}")
+        if not any(part.axes for part in parts):
+            dims.append(own)
+            continue
+        found: list[Digit] = []
+        unit = extent_of(own)
+        for part in parts:
+            unit //= part.size
+            local, split = tiles_of_part(part, unit, sizes)
+            found += _digits_within(own, local)
+            for axis, digit in split:
+                if digit[1] > 1 and (stride := stride_within(own, digit[0])):
+                    axes[axis] = stride
+        dims.append(fuse_digits(found))
+    partial = tuple(sorted(sharding.partial))
+    return Tiles(value.root, tuple(dims), tuple(sorted(axes.items())), partial)
+
+
+def stride_within(own: Dim, stride: int) -> int:
+    """How far apart positions are that are `stride` apart in a dim whose own digits are `own`."""
+    unit = 1
+    for base, count in reversed(own):
+        if stride < unit * count:
+            if stride % unit:
+                raise Unfit(f"positions {stride} apart in {own}")
+            return base * (stride // unit)
+        unit *= count
+    return END
+
+
+def _digits_within(own: Dim, digit: Digit) -> list[Digit]:
+    """The same for a digit of a dim's positions."""
+    stride, extent = digit
+    found: list[Digit] = []
+    unit = 1
+    for base, count in reversed(own):
+        if extent > 1 and stride < unit * count:
+            step = stride // unit
+            room = count // step
+            if stride % unit or count % step and extent > room or extent > room and extent % room:
+                raise Unfit(f"{extent} positions {stride} apart in {own}")
+            found.insert(0, (base * step, min(extent, room)))
+            extent, stride = -(-extent // room), unit * count
+        unit *= count
+    if extent > 1:
+        raise Unfit(f"{extent} positions {stride} apart in {own}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------------- moves
+
+
+def with_dim(dims: Dims, dim: int, digits: Iterable[Digit]) -> Dims:
+    return (*dims[:dim], fuse_digits(digits), *dims[dim + 1 :])
+
+
+def permute_dims(x: Tiles, order: Sequence[int]) -> Tiles:
+    return replace(x, dims=tuple(x.dims[dim] for dim in order))
+
+
+def reshape_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
+    return replace(x, dims=regroup_digits(x.dims, shape))
+
+
+def expand_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
+    """A value that is repeated along dims of size 1: positions 0 apart."""
+    new = len(shape) - len(x.dims)
+    dims: list[Dim] = []
+    for at, size in enumerate(shape):
+        own = x.dims[at - new] if at >= new else ()
+        if extent_of(own) == 1 and size not in (1, -1):
+            own = ((0, size),)
+        elif size not in (-1, extent_of(own)):
+            raise Unfit(f"{x.shape} expand_dims to {tuple(shape)}")
+        dims.append(own)
+    return replace(x, dims=tuple(dims))
+
+
+def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:
+    """The first `length` positions of a dim."""
+    own = x.dims[dim]
+    if extent_of(own) == length:
+        return x
+    if len(own) != 1:
+        raise Unfit("a slice of several digits")
+    return replace(x, dims=with_dim(x.dims, dim, [(own[0][0], length)]))
+
+
+def lengthen_dim(x: Tiles, dim: int, extra: int) -> Tiles:
+    """A dim with positions added behind its own."""
+    own = x.dims[dim]
+    if len(own) > 1:
+        raise Unfit("positions behind several digits")
+    stride, extent = own[0] if own else (END, 1)
+    return replace(x, dims=with_dim(x.dims, dim, [(stride, extent + extra)]))
+
+
+def lengthen_with_zeros(x: Tiles, dim: int, extra: int) -> Tiles:
+    """A dim with zeros added behind its own positions."""
+    if not extra:
+        return x
+    made = lengthen_dim(x, dim, extra)
+    return replace(made, padding=tuple(sorted([*made.padding, (f"+{made.dims[dim][0][0]}", 0.0)])))
+
+
+def digits_of_axes(digits: Dim, axes: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[str, Digit]]:
+    """The digit of each axis, major to minor, where together they run through `digits`. Raises Unfit."""
+    rest: Dim = digits
+    found = []
+    for axis in axes:
+        taken, rest = major_digits(rest, sizes[axis])
+        if len(taken) > 1:
+            raise Unfit(f"the tiles of {axis} are not evenly apart")
+        found.append((axis, taken[0] if taken else (0, 1)))
+    return found

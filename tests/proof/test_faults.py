@@ -1,0 +1,248 @@
+"""Faults of the kinds that real systems had, planted into proved programs: each is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+from meshc.ir import record, records, spmd
+from meshc.ir.graph import call, copy_graph, output_of
+from meshc.program.program import PlainProgram
+from meshc.proof.erasure import prove
+from meshc.proof.traced import TracedTerms
+from tests.golden.cases import CASES, gpt, train
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+BASES = ("gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "rows uneven", "resnet dp")
+
+
+@cache
+def base(name: str) -> tuple[PlainProgram, TracedTerms]:
+    program = CASES[name]() if name in CASES else train(gpt(batch=5), "dp_shard=3", clip=1.0)
+    joint = program.lowered.joint
+    return program.compiled, TracedTerms(joint.graph, [port.key for port in joint.inputs], [port.key for port in joint.outputs])
+
+
+@dataclass
+class Edit:
+    """A program of which lines are changed."""
+
+    program: PlainProgram
+
+    @staticmethod
+    def of(name: str) -> Edit:
+        program, _ = base(name)
+        return Edit(replace(program, stages={key: replace(stage, graph=copy_graph(stage.graph)) for key, stage in program.stages.items()}))
+
+    def lines(self, target: object, where: Callable[[Node], bool] = lambda node: True) -> list[Node]:
+        nodes = [node for stage in self.program.stages.values() for node in stage.graph.nodes]
+        found = [node for node in nodes if node.op == "call_function" and node.target is target and where(node)]
+        assert found, f"no line calls {target}"
+        return found
+
+    def entering(self, key: str) -> Node:
+        return next(node for stage in self.program.stages.values() for node, own in stage.keys().items() if own == key)
+
+
+def put(node: Node, place: int, value: Any) -> None:
+    node.args = (*node.args[:place], value, *node.args[place + 1 :])
+
+
+def is_copy(node: Node) -> None:
+    """The line does nothing, and says that it does."""
+    node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
+
+
+def behind(node: Node, target: Any, *rest: Any) -> None:
+    """All readers of a line read something that is computed from it."""
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        made = call(node.graph, records(node)[0], target, node, *rest)
+    for user in users:
+        user.replace_input_with(node, made)
+
+
+def over(*axes: str) -> Callable[[Node], bool]:
+    return lambda node: list(node.args[1]) == list(axes)  # type: ignore[arg-type]
+
+
+def swapped(node: Node, one: int, other: int) -> None:
+    args = list(node.args)
+    args[one], args[other] = args[other], args[one]
+    node.args = tuple(args)
+
+
+def row_of(node: Node, column: int, change: Callable[[list[Any]], None]) -> None:
+    rows = [list(row) if isinstance(row, list | tuple) else row for row in node.args]
+    change(rows[column])
+    node.args = tuple(rows)
+
+
+def pair_swapped(rows: list[Any]) -> None:
+    alike = next((i, j) for i in range(len(rows)) for j in range(i) if record(rows[i]).shape == record(rows[j]).shape)
+    rows[alike[0]], rows[alike[1]] = rows[alike[1]], rows[alike[0]]
+
+
+def number(kind: type, change: Callable[[Any], Any]) -> Callable[[Node], None]:
+    def edit(node: Node) -> None:
+        place = next(at for at, argument in enumerate(node.args) if type(argument) is kind)
+        put(node, place, change(node.args[place]))
+
+    return edit
+
+
+def outputs_swapped(edit: Edit) -> None:
+    stage = next(iter(edit.program.stages.values()))
+    keys, rows = list(stage.outputs), list(output_of(stage.graph).args[0])  # type: ignore[arg-type]
+    i, j = next(
+        (i, j) for i in range(len(rows)) for j in range(i)
+        if keys[i].startswith("parameter") and keys[j].startswith("parameter") and record(rows[i]).shape == record(rows[j]).shape
+    )  # fmt: skip
+    rows[i], rows[j] = rows[j], rows[i]
+    output_of(stage.graph).args = (tuple(rows),)
+
+
+def schedule(change: Callable[[list[Any]], None]) -> Callable[[Edit], None]:
+    def edit(one: Edit) -> None:
+        rows = list(one.program.schedule)
+        change(rows)
+        one.program = replace(one.program, schedule=tuple(rows))
+
+    return edit
+
+
+def without_last_add(rows: list[Any]) -> None:
+    del rows[max(at for at, row in enumerate(rows) if row.op == "add")]
+
+
+def added_twice(rows: list[Any]) -> None:
+    at = next(at for at, row in enumerate(rows) if row.op == "add")
+    rows.insert(at, rows[at])
+
+
+def read_early(rows: list[Any]) -> None:
+    """The last stage runs before the last part has been added."""
+    at = max(at for at, row in enumerate(rows) if row.op == "run")
+    rows.insert(max(at for at, row in enumerate(rows) if row.op == "add"), rows.pop(at))
+
+
+def run_again(rows: list[Any]) -> None:
+    rows[:] = [replace(row, microbatch=0) if row.microbatch == 1 else row for row in rows]
+
+
+def not_sent(edit: Edit) -> None:
+    assert edit.program.pipeline is not None
+    messages = dict(edit.program.pipeline.messages)
+    link = next(link for link, keys in messages.items() if keys)
+    messages[link] = messages[link][1:]
+    edit.program = replace(edit.program, pipeline=replace(edit.program.pipeline, messages=messages))
+
+
+def other_place(edit: Edit) -> None:
+    """A rank's rows are cut by its place on another axis."""
+    (shard, *_), places = edit.lines(spmd.shard), edit.lines(spmd.coordinate)
+    other = next(place for place in places if place.args[0] != shard.args[3].args[0])  # type: ignore[union-attr]
+    shard.prepend(other)
+    put(shard, 3, other)
+
+
+def mask_longer(edit: Edit) -> None:
+    (mask, *_) = edit.lines(spmd.mask)
+    count = mask.args[2]
+    assert isinstance(count, Node)
+    with mask.graph.inserting_before(mask):
+        longer = call(mask.graph, records(count)[0], spmd.tile_count, count.args[0] + 1, *count.args[1:])  # type: ignore[operator]
+    put(mask, 2, longer)
+
+
+def on(
+    target: object, edit: Callable[[Node], object], where: Callable[[Node], bool] = lambda node: True, nth: int = 0
+) -> Callable[[Edit], None]:
+    def change(one: Edit) -> None:
+        edit(one.lines(target, where)[nth])
+
+    return change
+
+
+def first_read(node: Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+DP_TP, MICRO, PIPE, UNEVEN, CONV = BASES
+UPDATE = meshc.adam_many_.default
+FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
+    "an all-reduce is missing": (DP_TP, on(spmd.all_reduce, first_read, over("tp"))),
+    "an all-reduce is a copy": (DP_TP, on(spmd.all_reduce, is_copy, over("tp"))),
+    "an all-reduce twice": (DP_TP, on(spmd.all_reduce, lambda n: behind(n, spmd.all_reduce, ["tp"], "sum"), over("tp"))),
+    "an all-reduce over another axis": (DP_TP, on(spmd.all_reduce, lambda n: put(n, 1, ["dp"]), over("tp"))),
+    "gradients reduced over another axis": (DP_TP, on(spmd.all_reduce, lambda n: put(n, 1, ["tp"]), over("dp"))),
+    "gradients reduced over both axes": (DP_TP, on(spmd.all_reduce, lambda n: put(n, 1, ["dp", "tp"]), over("dp"))),
+    "a maximum for a sum": (DP_TP, on(spmd.all_reduce, lambda n: put(n, 2, "max"), over("tp"))),
+    "a gradient halved": (DP_TP, on(spmd.all_reduce, lambda n: behind(n, aten.div.Scalar, 2), over("tp"), -1)),
+    "a bias counted on every rank": (DP_TP, on(spmd.keep_first, first_read)),
+    "a bias counted on every rank, by a copy": (DP_TP, on(spmd.keep_first, is_copy)),
+    "rows cut by another axis's place": (DP_TP, other_place),
+    "every rank has the second's rows": (DP_TP, on(spmd.shard, lambda n: put(n, 3, 1))),
+    "queries for keys": (DP_TP, on(meshc.attention.default, lambda n: swapped(n, 0, 1))),
+    "keys for values": (DP_TP, on(meshc.attention.default, lambda n: swapped(n, 1, 2))),
+    "attention that sees all": (DP_TP, on(meshc.attention.default, number(bool, lambda causal: not causal))),
+    "attention with another scale": (DP_TP, on(meshc.attention.default, number(float, lambda scale: scale / 2))),
+    "another scale in backward alone": (DP_TP, on(meshc.attention_backward.default, number(float, lambda scale: scale / 2))),
+    "dropout drawn by another number": (DP_TP, on(meshc.dropout.default, number(int, lambda call: call + 1))),
+    "dropout with another rate": (DP_TP, on(meshc.dropout.default, number(float, lambda rate: rate / 2))),
+    "a residual branch left out": (DP_TP, on(aten.add.Tensor, first_read, lambda n: len(record(n).shape) == 3)),
+    "a residual branch twice": (DP_TP, on(aten.add.Tensor, lambda n: put(n, 1, n.args[0]), lambda n: len(record(n).shape) == 3)),
+    "a matrix not transposed": (DP_TP, on(aten.t.default, first_read, lambda n: record(n).shape[0] == record(n).shape[1])),
+    "a matrix not transposed, by a copy": (DP_TP, on(aten.t.default, is_copy, lambda n: record(n).shape[0] == record(n).shape[1])),
+    "a clip that scales up": (DP_TP, on(aten.clamp.default, first_read)),
+    "a clip by another bound": (DP_TP, on(aten.clamp.default, lambda n: put(n, 2, 2.0))),
+    "gradients exchanged between parameters": (DP_TP, on(UPDATE, lambda n: row_of(n, 1, pair_swapped))),
+    "states exchanged between parameters": (DP_TP, on(UPDATE, lambda n: row_of(n, 2, pair_swapped))),
+    "first and second moments exchanged": (DP_TP, on(UPDATE, lambda n: swapped(n, 2, 3))),
+    "betas exchanged": (DP_TP, on(UPDATE, lambda n: swapped(n, 6, 7))),
+    "decay coupled": (DP_TP, on(UPDATE, lambda n: put(n, len(n.args) - 2, not n.args[-2]))),
+    "a parameter not updated": (DP_TP, on(UPDATE, lambda n: [row_of(n, column, lambda rows: rows.pop()) for column in range(5)])),
+    "a parameter updated twice": (DP_TP, on(UPDATE, lambda n: n.append(n.graph.node_copy(n)))),
+    "parameters given under each other's names": (DP_TP, outputs_swapped),
+    "an index checked against another range": (DP_TP, on(meshc.check_index.default, lambda n: put(n, 2, 12))),
+    "a bundle taken apart one element off": (MICRO, on(aten.slice.Tensor, lambda n: [put(n, 2, n.args[2] + 1), put(n, 3, n.args[3] + 1)],  # type: ignore[operator]
+                                              lambda n: record(n).sharding is None and n.args[1] == 1, 1)),  # fmt: skip
+    "a gather of another parameter": (MICRO, on(aten.cat.default, lambda n: row_of(n, 0, pair_swapped))),
+    "a microbatch's part not added": (MICRO, schedule(without_last_add)),
+    "a sum read before it is complete": (MICRO, schedule(read_early)),
+    "a microbatch's part added twice": (MICRO, schedule(added_twice)),
+    "a microbatch runs again in place of another": (MICRO, schedule(run_again)),
+    "every microbatch reads the first's rows": (MICRO, on(spmd.shard, lambda n: put(n, 3, 0), lambda n: n.args[3].args[0] == "mb")),  # type: ignore[union-attr]
+    "a value not sent": (PIPE, not_sent),
+    "a sum over one stage alone": (PIPE, on(spmd.all_reduce, is_copy, over("pp"))),
+    "padding not masked": (UNEVEN, on(spmd.mask, first_read)),
+    "padding masked by another number": (UNEVEN, on(spmd.mask, lambda n: put(n, 3, 1.0))),
+    "a mask one position too long": (UNEVEN, mask_longer),
+    "a rank's own mean in a norm": (CONV, on(spmd.all_reduce, is_copy)),
+    "another momentum of running means": (CONV, on(aten.mul.Tensor, lambda n: put(n, 1, 0.8), lambda n: n.args[1] in (0.1, 0.9))),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_refused(name: str) -> None:
+    source, plant = FAULTS[name]
+    _, traced = base(source)
+    edit = Edit.of(source)
+    plant(edit)
+    for stage in edit.program.stages.values():
+        stage.graph.lint()
+    assert not prove(edit.program, traced).holds
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_bases_are_proved(name: str) -> None:
+    program, traced = base(name)
+    assert prove(program, traced).holds
+
+

@@ -1,0 +1,196 @@
+"""Tiles against positions that are counted out: what moves on all ranks is where its tiles say that it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import Record, set_record, spmd
+from meshc.ir.sharding import Part, Sharding, tile_sizes
+from meshc.proof.evaluate import Evaluator
+from meshc.proof.held import Integer
+from meshc.proof.terms import TermTable
+from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, tiles_of
+
+aten = torch.ops.aten
+SIZES = {"a": 2, "b": 3, "c": 2}
+PADDING = -1
+Ranks = Mapping[tuple[int, ...], torch.Tensor]
+"""What each rank has, by its coordinates: positions of a value, PADDING where there is none."""
+
+
+def ranks() -> Iterator[tuple[int, ...]]:
+    return product(*map(range, SIZES.values()))
+
+
+def cut(whole: torch.Tensor, sharding: Sharding) -> Ranks:
+    """The tiles of a value on all ranks, cut out one axis after the other."""
+
+    def tile(at: Mapping[str, int]) -> torch.Tensor:
+        x = whole.reshape([part.size for parts in sharding.dims for part in parts])
+        for dim, part in enumerate(part for parts in sharding.dims for part in parts):
+            extents = tile_sizes(part.size, [SIZES[axis] for axis in part.axes])
+            for axis, extent in zip(part.axes, extents[1:], strict=True):
+                rest = SIZES[axis] * extent - x.shape[dim]
+                if rest > 0:
+                    shape = [*x.shape]
+                    shape[dim] = rest
+                    x = torch.cat([x, torch.full(shape, PADDING)], dim)
+                x = x.narrow(dim, at[axis] * extent, extent)
+        return x
+
+    local = [prod(tile_sizes(part.size, [SIZES[axis] for axis in part.axes])[-1] for part in parts) for parts in sharding.dims]
+    return {at: tile(dict(zip(SIZES, at, strict=True))).reshape(local) for at in ranks()}
+
+
+def told(tiles: Tiles, at: tuple[int, ...]) -> torch.Tensor:
+    """The positions that tiles say a rank has."""
+    here = dict(zip(SIZES, at, strict=True))
+    found = torch.tensor(sum(stride * here[axis] for axis, stride in tiles.axes))
+    for dim in tiles.dims:
+        digits = torch.zeros(1, dtype=torch.int64)
+        for stride, extent in dim:
+            digits = (digits[:, None] + stride * torch.arange(extent)).flatten()
+        found = found[..., None] + digits
+    return found
+
+
+def agree(tiles: Tiles, have: Ranks) -> None:
+    for at, x in have.items():
+        where = told(tiles, at)
+        assert where.shape == x.shape
+        real = x != PADDING
+        assert torch.equal(where[real], x[real]), (tiles, at)
+
+
+def draw_sharding(pick: random.Random) -> Sharding:
+    """Two dims of up to three parts, split by some of the axes."""
+    dims = [[Part(f"{d}{p}", pick.choice([1, 2, 3, 4, 5, 6, 12])) for p in range(pick.randint(1, 3))] for d in range(2)]
+    for axis in pick.sample(list(SIZES), pick.randint(0, 3)):
+        row = pick.choice(dims)
+        at = pick.randrange(len(row))
+        row[at] = Part(row[at].factor, row[at].size, (*row[at].axes, axis))
+    return Sharding(tuple(map(tuple, dims)))
+
+
+class World:
+    """A value on all ranks, and its tiles, through the same moves."""
+
+    def __init__(self, pick: random.Random) -> None:
+        self.pick = pick
+        self.sharding = draw_sharding(pick)
+        shape = self.sharding.shape
+        terms = TermTable()
+        root = terms.number("port", "x")
+        self.of = Evaluator(terms, SIZES, {root}, {root: prod(shape)})
+        self.tiles = tiles_of(Tiles(root, dims_of_shape(shape)), self.sharding, SIZES)
+        self.have = cut(torch.arange(prod(shape)).reshape(shape), self.sharding)
+        self.graph = Graph()
+
+    def call(self, target: Callable[..., object], *args: object) -> Tiles:
+        """What the evaluator makes of a call, of what all ranks have now."""
+        x, rest = self.graph.placeholder("x"), []
+        held: dict[Node, object] = {x: self.tiles}
+        for argument in args:
+            if isinstance(argument, Integer):
+                node = self.graph.placeholder("i")
+                held[node] = argument
+                rest.append(node)
+            else:
+                rest.append(argument)
+        node = self.graph.create_node("call_function", target, (x, *rest))
+        shape = next(iter(self.have.values())).shape
+        if not spmd.is_function(target):
+            shape = target(torch.empty(shape, device="meta"), *args).shape  # type: ignore[attr-defined]
+        set_record(node, Record(tuple(shape), torch.int64))
+        found = self.of.call(node, held.__getitem__)  # type: ignore[arg-type]
+        assert isinstance(found, Tiles)
+        return found
+
+    def each(self, make: Callable[[torch.Tensor], torch.Tensor]) -> Ranks:
+        return {at: make(x) for at, x in self.have.items()}
+
+    def along(self, axis: str, at: tuple[int, ...]) -> list[torch.Tensor]:
+        """What the ranks along an axis have, beside the one at `at`."""
+        place = list(SIZES).index(axis)
+        return [self.have[(*at[:place], number, *at[place + 1 :])] for number in range(SIZES[axis])]
+
+    def step(self) -> bool:
+        """One move, drawn by chance; whether there was one that fits."""
+        shape = list(next(iter(self.have.values())).shape)
+        dim = self.pick.randrange(len(shape))
+        axis = self.pick.choice(list(SIZES))
+        split, index = {name for name, _ in self.tiles.axes}, list(SIZES).index(axis)
+        kind = self.pick.choice(["gather", "shard", "exchange", "turn", "apart", "together", "cut", "pad"])
+        if kind == "gather" and axis in split:
+            found = self.call(spmd.all_gather, [axis], dim)
+            have = {at: torch.cat(self.along(axis, at), dim) for at in ranks()}
+        elif kind == "shard" and axis not in split and shape[dim] > 1:
+            found = self.call(spmd.shard, dim, SIZES[axis], Integer(("coordinate", axis)))
+            have = {at: padded_shard(x, dim, SIZES[axis], at[index]) for at, x in self.have.items()}
+        elif kind == "exchange" and axis in split and shape[dim] % SIZES[axis] == 0 and len(shape) > 1:
+            other = (dim + 1) % len(shape)
+            found = self.call(spmd.all_to_all, [axis], dim, other)
+            have = {at: torch.cat([x.chunk(SIZES[axis], dim)[at[index]] for x in self.along(axis, at)], other) for at in ranks()}
+        elif kind == "turn" and len(shape) > 1:
+            order = self.pick.sample(range(len(shape)), len(shape))
+            found, have = self.call(aten.permute.default, order), self.each(lambda x: x.permute(order))
+        elif kind == "apart" and shape[dim] > 1:
+            rows = next(count for count in range(2, shape[dim] + 1) if shape[dim] % count == 0)
+            new = [*shape[:dim], rows, shape[dim] // rows, *shape[dim + 1 :]]
+            found, have = self.call(aten.reshape.default, new), self.each(lambda x: x.reshape(new))
+        elif kind == "together" and len(shape) > 1:
+            at = min(dim, len(shape) - 2)
+            new = [*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :]]
+            found, have = self.call(aten.reshape.default, new), self.each(lambda x: x.reshape(new))
+        elif kind == "cut" and shape[dim] > 1:
+            found = self.call(aten.slice.Tensor, dim, 0, shape[dim] - 1)
+            have = self.each(lambda x: x.narrow(dim, 0, shape[dim] - 1))
+        elif kind == "pad":
+            pad = [0, 0] * (len(shape) - 1 - dim) + [0, 1]
+            found = self.call(aten.constant_pad_nd.default, pad, 0)
+            have = self.each(lambda x: torch.nn.functional.pad(x, pad, value=PADDING))
+        else:
+            return False
+        if found.root != self.tiles.root:
+            return False  # digits cannot say it: it is a term of its own
+        self.tiles, self.have = found, have
+        return True
+
+
+def padded_shard(x: torch.Tensor, dim: int, tiles: int, index: int) -> torch.Tensor:
+    length = -(-x.shape[dim] // tiles)
+    rest = length * tiles - x.shape[dim]
+    whole = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rest], value=PADDING)
+    return whole.narrow(dim, index * length, length)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_are_where_they_say(seed: int) -> None:
+    pick, done = random.Random(seed), 0
+    for _ in range(60):
+        try:
+            world = World(pick)
+        except Unfit:
+            continue
+        agree(world.tiles, world.have)
+        for _ in range(8):
+            if world.step():
+                done += 1
+                agree(world.tiles, world.have)
+    assert done > 100
+
+
+def test_what_a_gather_leaves_of_padding_is_no_position_of_the_value() -> None:
+    """Of 5 positions over 2 ranks a gather has 6: it is the value only when the last is cut off."""
+    whole = Tiles(TermTable().number("port", "x"), dims_of_shape((5,)))
+    split = tiles_of(whole, Sharding(((Part("p", 5, ("a",)),),)), SIZES)
+    of = Evaluator(TermTable(), SIZES, {whole.root}, {whole.root: 5})
+    gathered = of.all_gather(split, ["a"], 0)
+    assert gathered.shape == (6,) and not gathered.like(whole)
