@@ -109,8 +109,12 @@ class CompilationResult:
     def lower_here(self) -> LoweredProgram:
         """What the passes leave of it, for who looks into it on a rank where they have not run: that takes a compilation. Raises
         StateError if the model has become another."""
+        return self.compile_here()[1]
+
+    def compile_here(self) -> tuple[PlainProgram, LoweredProgram]:
+        """The program as passes of this rank give it, with what they leave of it. Raises StateError likewise."""
         if self.lowered is not None:
-            return self.lowered
+            return self.program, self.lowered
         with calls_allowed(self.request.module), torch.set_grad_enabled(self.request.grad):
             program, lowered = driver.compile_program(self.request)
         if printer.hash_program(program) != printer.hash_program(self.program):
@@ -119,7 +123,7 @@ class CompilationResult:
                 "  why: the model, or what its forward reads, has changed since\n"
                 "  what to do: look at it on rank 0 (program.lowered, factors, dump), or right after meshc.compile"
             )
-        return lowered
+        return program, lowered
 
 
 def process_values(request: Request) -> ProcessValues:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def prove_program(program: Program) -> ProgramProof:
     start = time.perf_counter()
-    compiled, lowered = program.compiled, program.lowered
+    compiled, lowered = program.compilations.last.made.compile_here()  # a program that is read from text says of no line what it is
     if program.general.dynamic:
         raise CompileError(
             "a program with open sizes cannot be proved yet\n"
@@ -29,8 +29,9 @@ def prove_program(program: Program) -> ProgramProof:
             "a step that is the mean of its microbatches (batch_mix='mean_of_parts') cannot be proved yet\n"
             "  what to do: meshc.verify(program) compares its numbers"
         )
-    proof = prove(compiled, traced_of(program))
-    for name, value in lowered.joint.constants.items():
+    joint = lowered.joint
+    proof = prove(compiled, TracedTerms(joint.graph, [port.key for port in joint.inputs], [port.key for port in joint.outputs]))
+    for name, value in joint.constants.items():
         own = compiled.constants.get(name)
         if own is None or own.dtype != value.dtype or not torch.equal(own.cpu(), value.cpu()):
             stage = next(iter(compiled.stages.values()))
@@ -38,9 +39,3 @@ def prove_program(program: Program) -> ProgramProof:
             proof.failures.append(UnprovedLine(stage.name, next(iter(stage.graph.nodes)), why))
     proof.seconds = time.perf_counter() - start
     return proof
-
-
-def traced_of(program: Program) -> TracedTerms:
-    """The traced graph of a program's model, its backward and its update, as terms."""
-    joint = program.lowered.joint
-    return TracedTerms(joint.graph, [port.key for port in joint.inputs], [port.key for port in joint.outputs])

@@ -63,10 +63,10 @@ def _pad(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
     given = named_arguments(node)
     pad, value = given["pad"], given["value"]
     places = [at for at, amount in enumerate(pad) if amount]
-    if of.traced or value != 0 or len(places) > 1 or any(place % 2 == 0 or pad[place] < 0 for place in places):
-        raise Unfit("padding of other kinds")
     if not places:
         return x
+    if of.traced or value != 0 or len(places) > 1 or any(place % 2 == 0 or pad[place] < 0 for place in places):
+        raise Unfit("padding of other kinds")
     dim = len(x.dims) - 1 - places[0] // 2
     made = lengthen_with_zeros(x, dim, pad[places[0]])
     for axis, stride in x.axes:  # the last chunk, shorter than the others

@@ -63,6 +63,8 @@ class TracedTerms:
             made = records(node)[0]
             if all(isinstance(one, Tiles) and one.shape == made.shape for one in operands):
                 return self.sum_of(operands, made.dtype, made.shape)  # type: ignore[arg-type]
+        if node.target is aten.full.default and node.args[1] == 0:
+            return self.sum_of([], records(node)[0].dtype, records(node)[0].shape)
         found = self._evaluator.call(node, held.__getitem__)
         if isinstance(found, Several):
             for index, record in enumerate(records(node)):  # results that nothing in the graph reads, too

@@ -35,7 +35,7 @@ def _lower_biased(local: Local) -> Node:
     return local.call(count_once(local, bias), *factors)
 
 
-_ONCE: Final = {"lower": _lower_biased, "first": 0}
+_ONCE: Final = {"lower": _lower_biased, "once": {0}, "first": 0}
 
 
 def _trilinear(node: Node, tensors: list[Node]) -> Rule:

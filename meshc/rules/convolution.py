@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -98,7 +99,8 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
     clean = (0,) if shape.transposed else ()
     text = f"{operands} -> {shape.dims(shape.o, shape.y)} {'+i' * shape.reduced}"
     both = ((0, 2), (1, 2)) if bias else ((0,), (1,))
-    return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean, linear=both, roles=shape.roles)
+    asks: dict[str, Any] = dict(windows=shape.windows, clean=clean, linear=both, once={2} if bias else frozenset(), roles=shape.roles)
+    return einsum(text, node, tensors, lower=_lower_convolution, **asks)
 
 
 def _settings(local: Local) -> dict[str, object]:

@@ -116,7 +116,7 @@ def _passed_on(rule: Rule, operands: Sequence[Sharding], allowed: Sequence[Defer
     added = set.intersection(*sums) if len(sums) > 1 else set()
     for axis in summed:
         for place in added:
-            if place != rule.first and dict(operands[place].partial).get(axis) != "sum":  # the lowering keeps `first` on one rank
+            if place not in rule.once and dict(operands[place].partial).get(axis) != "sum":
                 raise SplitError(f"operand {place} is added on each rank to its part of a sum over {axis}, and is no part itself")
     found: dict[str, str] = {}
     for axis, how in {row: None for one in operands for row in one.partial}:

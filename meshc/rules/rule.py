@@ -118,7 +118,8 @@ class Rule:
     defers   whether `propagate` defers reductions of sums past the operator, in the operands of the first set of `linear`
     roles    letter -> role in a model (`ROLES`), for names of factors
     lower    builds the per-rank code; None: the same operator on local operands
-    first    an operand that counts once: all that `lower` does is to keep it on the first tile of summed letters, with zeros elsewhere
+    once     operands that `lower` keeps on the first tile of summed letters, with zeros elsewhere
+    first    one of them, where `lower` does nothing else
     neutral  value of padding along a summed letter, and beyond the ends of a window (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
@@ -142,6 +143,7 @@ class Rule:
     defers: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
     lower: Callable[[Local], Made] | None = None
+    once: AbstractSet[int] = frozenset()
     first: int | None = None
     neutral: float = 0.0
     shrinks: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_it_says_what_was_proved_and_what_is_trusted() -> None:
     text = str(CASES["gpt dp tp"]().prove())
     assert text.startswith("proved: 324 lines of a rank on dp=2,tp=2 are the traced graph's")
     assert "trusted: " in text and "aten.mm" in text
+
+
+def test_a_program_from_disk_is_proved(tmp_path: Path) -> None:
+    def make() -> meshc.Program:
+        return train(gpt(), "dp=2", options=meshc.Options(cache=str(tmp_path)))
+
+    assert make().prove().holds
+    again = make()
+    assert "taken from disk" in again.timings and again.prove().holds
 
 
 def test_numbers_are_not_computed() -> None:
