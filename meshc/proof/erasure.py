@@ -53,9 +53,10 @@ class Erasure:
         self.known: dict[Node, Fact] = {}
         self.facts = Facts(self.sizes, self.evaluator.part_sizes)
         self.replays = LoweringReplays(traced, self.evaluator, self.facts)
+        self.entering = {port.key: port for port in program.inputs}
         self.keyed: dict[str, Held] = {}
         self.types: dict[tuple[Node, int], list[Sharding]] = defaultdict(list)
-        """TracedTerms value -> the types of its lines."""
+        """Traced value -> the types of its lines."""
         for node in (node for stage in program.stages.values() for node in stage.graph.nodes):
             if node.op == "call_function" and isinstance(node.meta[ir.KEY], Record) and (hint := self.hint(node)) is not None:
                 self.types[hint] += [own] if (own := record(node).sharding) is not None else []
@@ -130,13 +131,12 @@ class Erasure:
 
     def walk_stage(self, stage: Stage) -> Iterator[Node]:
         """Walks a stage; yields the collectives with others."""
-        entering = {port.key for port in self.program.inputs}
         for node, key in stage.keys().items():
-            if key in self.keyed and not (key in entering and key in self.traced.ports):
+            if key in self.entering and key in self.traced.ports:
+                self.enter(stage, node, key)
+            elif key in self.keyed:
                 self.held[node] = self.keyed[key]
                 self.know_by_type(node)
-            elif key in entering and key in self.traced.ports:
-                self.enter(stage, node, key)
             else:
                 self.held[node] = self.evaluator.root(record(node).shape, "key", key)
         for node in stage.graph.nodes:
@@ -147,6 +147,9 @@ class Erasure:
                 else:
                     self.walk_line(stage, node)
         for key, node in stage.results().items():
+            before = self.keyed.get(key)
+            if before not in (None, self.held[node]) and not ir.is_integer(node):
+                self.fail(stage, node, f"another stage gives something else as {key}")
             self.give(key, self.held[node])
 
     def give(self, key: str, held: Held) -> None:
@@ -174,7 +177,7 @@ class Erasure:
     def enter(self, stage: Stage, node: Node, key: str) -> None:
         """What enters the program, as it does before any stage has run."""
         value = self.traced.ports[key]
-        sharding = record(node).sharding or whole_sharding(value.shape)
+        sharding = self.entering[key].sharding or whole_sharding(value.shape)
         tiles = tiles_of(value, sharding, self.sizes)
         zero = {axis: 0.0 for d, p, part in sharding.parts() if (d, p) in sharding.zero for axis in part.axes}
         self.held[node] = replace(tiles, padding=tuple(sorted(zero.items())))

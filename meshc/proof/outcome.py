@@ -11,6 +11,8 @@ from meshc.ir import has_record, op_name, records
 
 TRUSTED = "torch's trace of the model, what operators and the runtime do, pipelines' lists, and the rules and lowerings of"
 
+ADVICE = "what to do: compare its numbers by meshc.verify(program); it need not be wrong, since not all can be proved (docs/proof.md)"
+
 
 @dataclass(frozen=True)
 class UnprovedLine:
@@ -53,7 +55,7 @@ class ProgramProof:
     def __str__(self) -> str:
         if not self.holds:
             more = f"\n{len(self.failures) - 1} more lines are not proved" if len(self.failures) > 1 else ""
-            return f"not proved: {self.failures[0]}{more}"
+            return f"not proved: {self.failures[0]}{more}\n  {ADVICE}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         what = f"proved: {self.lines} lines of a rank on {self.mesh} are the traced graph's {self.values} values"
         return f"{what}: {kinds}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"

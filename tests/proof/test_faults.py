@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.ir import record, records, spmd
 from meshc.ir.graph import call, copy_graph, output_of
-from meshc.program.program import PlainProgram
+from meshc.program.program import PlainProgram, Port
 from meshc.proof.erasure import prove
 from meshc.proof.traced import TracedTerms
 from tests.golden.cases import CASES, gpt, train
@@ -136,6 +136,27 @@ def run_again(rows: list[Any]) -> None:
     rows[:] = [replace(row, microbatch=0) if row.microbatch == 1 else row for row in rows]
 
 
+def enters_otherwise(edit: Edit) -> None:
+    """A parameter is stored split over another axis than its readers say."""
+
+    def changed(port: Port) -> Port:
+        if port.kind != "parameter" or port.sharding is None or "tp" not in port.sharding.split_axes():
+            return port
+        other = {"tp": "dp", "dp": "tp"}
+        dims = (tuple(replace(part, axes=tuple(map(other.get, part.axes))) for part in row) for row in port.sharding.dims)  # type: ignore[arg-type]
+        return replace(port, sharding=replace(port.sharding, dims=tuple(dims)))
+
+    edit.program = replace(edit.program, inputs=tuple(map(changed, edit.program.inputs)))
+
+
+def given_otherwise(edit: Edit) -> None:
+    """One stage gives another loss than the others."""
+    stage = next(stage for name, stage in edit.program.stages.items() if name.startswith("after_"))
+    loss = stage.results()["output:output"]
+    with stage.graph.inserting_after(loss):
+        output_of(stage.graph).replace_input_with(loss, call(stage.graph, record(loss), aten.neg.default, loss))
+
+
 def not_sent(edit: Edit) -> None:
     assert edit.program.pipeline is not None
     messages = dict(edit.program.pipeline.messages)
@@ -219,6 +240,8 @@ FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
     "a microbatch's part added twice": (MICRO, schedule(added_twice)),
     "a microbatch runs again in place of another": (MICRO, schedule(run_again)),
     "every microbatch reads the first's rows": (MICRO, on(spmd.shard, lambda n: put(n, 3, 0), lambda n: n.args[3].args[0] == "mb")),  # type: ignore[union-attr]
+    "a parameter that enters split over another axis": (DP_TP, enters_otherwise),
+    "a stage that gives another loss": (PIPE, given_otherwise),
     "a value not sent": (PIPE, not_sent),
     "a sum over one stage alone": (PIPE, on(spmd.all_reduce, is_copy, over("pp"))),
     "padding not masked": (UNEVEN, on(spmd.mask, first_read)),
