@@ -4,6 +4,7 @@
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
     program.json             ports, schedule or pipeline, plan, mesh, mode, backend, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
+    traced.py                the traced graph that they were made of, for a proof; not there if it has no text
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
 
@@ -12,6 +13,7 @@ A folder is complete or not there: `save` writes beside the path and exchanges t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,8 +29,10 @@ from meshc.files.folders import kept_aside, may_replace, move_into_place, replac
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
 from meshc.lazy_module import LazyModule
-from meshc.program.program import BACKENDS, PlainProgram
+from meshc.program.program import BACKENDS, PlainProgram, TracedGraph
 from meshc.text import libraries, program_description
+from meshc.text.parse import parse_stage
+from meshc.text.printer import print_stage
 
 if TYPE_CHECKING:
     from meshc.check import consistency as checker
@@ -45,6 +49,7 @@ READ: Final = range(3, VERSION + 1)
 3 it is not known which backend they were written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
+TRACED: Final = "traced.py"
 CONSTANTS: Final = "constants.safetensors"
 WEIGHTS: Final = "weights.safetensors"
 TENSORS: Final = (CONSTANTS, WEIGHTS)
@@ -69,6 +74,9 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
     if not may_replace(target, MANIFEST):
         raise ArtifactError(f"{path} exists and is no saved program: it is not replaced; remove it or choose another path")
     texts = {f"stages/{name}.py": text for name, text in program_description.texts(program).items()}
+    if program.traced is not None:
+        with contextlib.suppress(ArtifactError):  # an operator that no text may name: what the program runs in its place may be named
+            texts[TRACED] = print_stage(program.traced.stage, program, comments=False)
     texts[PROGRAM] = json.dumps(program_description.describe_program(program), indent=1) + "\n"
     with writing(target), replacing(target) as made:
         (made / "stages").mkdir()
@@ -153,7 +161,11 @@ def _program(folder: Path, told: program_description.ProgramDescription, files: 
         with TensorFile(folder / CONSTANTS, cast(tensor_file.Seal, files[CONSTANTS]), AGAIN) as held:
             return {name: held.tensor(name) for name in held.names}
 
-    return program_description.read_description(told, text_of, constants, str(folder / PROGRAM))
+    program = program_description.read_description(told, text_of, constants, str(folder / PROGRAM))
+    if TRACED in files:
+        text = bounds.read_text(folder / TRACED)
+        program.traced = TracedGraph(lambda: parse_stage(text, None, str(folder / TRACED)))
+    return program
 
 
 def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:

@@ -384,12 +384,15 @@ class Program:
         its bytes, what that takes, and which line of a plan would change it. Raises PlanError for a name that nothing has."""
         return explanation.text(explaining.explain_choice(self.lowered, self.general, self.asked.plan, name))
 
-    def prove(self) -> ProgramProof:
+    def prove(self, sizes: Mapping[str, int] | None = None) -> ProgramProof:
         """A proof that what each rank runs is the traced graph of the model, its backward and its update, line by line, at full size and
         without running either (docs/proof.md). `print` it: what was proved and what is trusted, or the first line that is not proved, with
-        the traced call that it should be; `holds` says which. Ranks exchange nothing for it: call it on one. Raises CompileError for what
-        it does not cover: open sizes, and a step that is the mean of its microbatches."""
-        return proving.prove_program(self)
+        the traced call that it should be; `holds` says which. Ranks exchange nothing for it: call it on one.
+
+        sizes  of what is open (Options(dynamic=)), by name: it is proved for these, by default for those that it was compiled with
+
+        Raises InputError for sizes that the program does not serve."""
+        return proving.prove_program(self, sizes)
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

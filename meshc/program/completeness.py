@@ -24,7 +24,8 @@ def refuse_incomplete(program: PlainProgram) -> None:
     faults = [*_places(program, pipeline)] or [*_unknown_stages(program, pipeline)]
     if not faults:
         stages = sum(name.startswith("forward_") for name in program.stages)
-        check(pipeline.schedule, pipeline.messages, stages=stages, microbatches=program.microbatches, trains=program.mode == "step")
+        trains = any(name.startswith(("backward_", "input_", "weight_")) for name in program.stages)  # linear ones may need no backward
+        check(pipeline.schedule, pipeline.messages, stages=stages, microbatches=program.microbatches, trains=trains)
         faults = [fault for rank in range(pipeline.schedule.ranks) for fault in _Rank(program, pipeline, rank).faults()]
     if faults:
         more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []

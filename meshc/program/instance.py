@@ -23,7 +23,7 @@ from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Number, parse
 from meshc.ir.sizes import at as number_at
-from meshc.program.program import PlainProgram, Port, Stage
+from meshc.program.program import PlainProgram, Port, Stage, TracedGraph
 
 KEPT = 16
 """Instances of a program that are cached; beyond that the least recently used is dropped."""
@@ -42,6 +42,7 @@ def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
 
 def substitute_sizes(program: PlainProgram, values: Mapping[str, int]) -> PlainProgram:
     """The program with these sizes, by symbol, substituted, whether the program serves them or not."""
+    traced = program.traced
     return replace(
         program,
         stages={name: substitute_in_stage(stage, values) for name, stage in program.stages.items()},
@@ -49,6 +50,7 @@ def substitute_sizes(program: PlainProgram, values: Mapping[str, int]) -> PlainP
         outputs=substitute_in_ports(program.outputs, values),
         dynamic=(),
         constraints=(),
+        traced=None if traced is None else TracedGraph(lambda: substitute_in_stage(traced.stage, values)),
     )
 
 

@@ -6,7 +6,7 @@ only input that differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias, TypedDict
@@ -98,6 +98,18 @@ class Stage:
         return dict(zip(self.outputs, results_of(self.graph), strict=True))
 
 
+class TracedGraph:
+    """The model's operators before they were placed on ranks, as a stage whose keys are the program's. Read when it is asked for."""
+
+    def __init__(self, read: Callable[[], Stage]) -> None:
+        self._read = read
+
+    @cached_property
+    def stage(self) -> Stage:
+        """Raises ArtifactError for a text that is none."""
+        return self._read()
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One step of a rank's schedule.
@@ -172,6 +184,7 @@ class PlainProgram:
     constraints  further conditions on these sizes: `n_seq % 4 == 0`
     pipeline     on a mesh with an axis of pipeline stages: each rank's list, in place of `schedule`
     backend      one of BACKENDS: the only one that can run the stages
+    traced       what it was made of; None of a program that another rank has made
     """
 
     stages: dict[str, Stage]
@@ -190,6 +203,7 @@ class PlainProgram:
     constraints: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     backend: str = "eager"
+    traced: TracedGraph | None = field(default=None, compare=False, repr=False)
 
     def port(self, key: str) -> Port:
         for port in (*self.inputs, *self.outputs):

@@ -26,15 +26,16 @@ from meshc.ops.optim import MANY, WRITTEN
 from meshc.program.accumulate import whole_of
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
-from meshc.proof.evaluate import Evaluator
-from meshc.proof.facts import Fact, Facts, is_value, whole_sharding
+from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeated
+from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, whole_sharding
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
 from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
-from meshc.proof.tiles import Tiles, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
+from meshc.proof.used_rows import UsedRows
 from meshc.rules import rule_of
 from meshc.rules.result_shardings import runs_of
 
@@ -53,6 +54,7 @@ class Erasure:
         self.known: dict[Node, Fact] = {}
         self.facts = Facts(self.sizes, self.evaluator.part_sizes)
         self.replays = LoweringReplays(traced, self.evaluator, self.facts)
+        self.used_rows = UsedRows()
         self.entering = {port.key: port for port in program.inputs}
         self.keyed: dict[str, Held] = {}
         self.types: dict[tuple[Node, int], list[Sharding]] = defaultdict(list)
@@ -78,6 +80,8 @@ class Erasure:
             sharding = whole_sharding(want.shape) if own is None else own
             if not isinstance(found, Tiles) or not is_value(want, sharding, found, self.sizes):
                 self.fail(stage, node, f"{key} is not what the traced graph gives")
+        for key in self.traced.of_one_microbatch:
+            self.fail(last, next(iter(last.graph.nodes)), f"{key} is of one microbatch, and nothing says what it is of all")
         for key in ports.keys() - self.traced.results.keys():
             stage, node = given.get(key, (last, next(iter(last.graph.nodes))))
             self.fail(stage, node, f"the traced graph gives no {key}")
@@ -160,11 +164,23 @@ class Erasure:
             return
         how = {one.instruction: name for name, one in REDUCTIONS.items()}.get(whole[0])
         if how is not None and isinstance(held, JoinedValues):
-            self.keyed[whole[1]] = each(held, lambda piece: self.evaluator.all_reduce(piece, (MICROBATCH,), how))
+            self.keyed[whole[1]] = each(held, lambda piece: self.over_microbatches(piece, how))
         elif how is not None and isinstance(held, Tiles):
-            self.keyed[whole[1]] = self.evaluator.all_reduce(held, (MICROBATCH,), how)
+            self.keyed[whole[1]] = self.over_microbatches(held, how)
         elif isinstance(held, Tiles):
             self.keyed[whole[1]] = self.evaluator.all_gather(held, (MICROBATCH,), 0)
+
+    def over_microbatches(self, x: Tiles, how: str) -> Tiles:
+        """What all microbatches' own come to: what was partial over them, or of a step that is their mean the sum that the traced graph
+        says is of all."""
+        for value in self.facts.values_of(x.root):
+            made = self.traced.sums_of_parts.get(value)
+            if made is not None and how == "sum" and all(one == "sum" for _, one in x.partial):
+                for fact in self.facts.of(x, value):
+                    tiles = tiles_of(made, fact.sharding, self.sizes)
+                    self.facts.add(tiles, Fact(made, fact.sharding))
+                    return tiles
+        return self.evaluator.all_reduce(x, (MICROBATCH,), how)
 
     def know_by_type(self, node: Node) -> None:
         """What enters a stage from another is known as its type says, if it is."""
@@ -177,7 +193,11 @@ class Erasure:
     def enter(self, stage: Stage, node: Node, key: str) -> None:
         """What enters the program, as it does before any stage has run."""
         value = self.traced.ports[key]
-        sharding = self.entering[key].sharding or whole_sharding(value.shape)
+        port = self.entering[key]
+        if port.shape != value.shape:  # the rows of all microbatches
+            self.facts.add(value, Fact(value, whole_sharding(value.shape)))
+            value = Tiles(value.root, dims_of_shape(port.shape))
+        sharding = port.sharding or whole_sharding(value.shape)
         tiles = tiles_of(value, sharding, self.sizes)
         zero = {axis: 0.0 for d, p, part in sharding.parts() if (d, p) in sharding.zero for axis in part.axes}
         self.held[node] = replace(tiles, padding=tuple(sorted(zero.items())))
@@ -201,7 +221,11 @@ class Erasure:
     def walk_line(self, stage: Stage, node: Node) -> None:
         if node.target in ONE_OF:
             return self.walk_update(stage, node)
+        if node.target in WITHOUT_WRITING:
+            return self.walk_write(stage, node)
         found = self.held[node] = self.evaluator.call(node, self.held.__getitem__)
+        if why := self.used_rows.fault(node, self.held.__getitem__):
+            return self.fail(stage, node, why)
         if node.target is CHECK and not self.is_guard(node):
             return self.fail(stage, node, "it checks an index against bounds that no reader of it has")
         if not isinstance(found, Tiles | JoinedValues):
@@ -211,17 +235,29 @@ class Erasure:
             return self.walk_untyped(stage, node, found, hint)
         values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
         values += self.facts.values_of(found.root) if isinstance(found, Tiles) else ()
+        values += [in_shape for one in values if one.shape != sharding.shape and (in_shape := _in_shape(one, sharding.shape)) is not None]
         value = next((one for one in values if isinstance(found, Tiles) and is_value(one, sharding, found, self.sizes)), None)
         if value is not None:
             assert isinstance(found, Tiles)
             before = {one.root for x in node.all_input_nodes if isinstance(one := self.held.get(x), Tiles)}
             self.know(node, found, Fact(value, sharding), "moved" if found.root in before else "computed whole")
-        elif is_sum(node) and self.prove_sum(node, sharding) or node.target is aten.full.default and self.prove_zeros(node, sharding):
+        elif is_sum(node) and self.prove_sum(node, sharding) or self.prove_fill(node, found, sharding):
             return
         else:
             why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
+            if why and hint is not None and isinstance(found, Tiles) and self.prove_moved(node, found, sharding, hint):
+                why = ""
             if why:
                 self.fail(stage, node, why, None if hint is None else hint[0])
+
+    def prove_moved(self, node: Node, found: Tiles, sharding: Sharding, hint: tuple[Node, int]) -> bool:
+        """Whether a line whose traced value only moves another is a lowering of that one, moved likewise."""
+        value = self.traced.values[hint]
+        made = self.traced.makers.get(value.root, hint)
+        if made == hint:
+            return False
+        own = sharding_before_move(self.traced.values[made], value, sharding)
+        return not self.prove_lowering(node, found, own, *made, moved=Fact(value, sharding))
 
     def is_guard(self, node: Node) -> bool:
         """Whether a check of an index has the bounds of a traced reader of it."""
@@ -268,18 +304,22 @@ class Erasure:
         self.held[node] = tiles
         return self.know(node, tiles, Fact(value, sharding), "sum")
 
-    def prove_zeros(self, node: Node, sharding: Sharding) -> bool:
-        """Whether a line makes zeros: the sum of nothing."""
-        if node.args[1] != 0:
+    def prove_fill(self, node: Node, found: Tiles | JoinedValues, sharding: Sharding) -> bool:
+        """Whether a line is one number in every place: so it is, however it is split; zeros are also what sums are added up from."""
+        number = self.evaluator.filled_with(found.root) if isinstance(found, Tiles) else None
+        if number is None or isinstance(found, JoinedValues) or any(how != "sum" or number for _, how in sharding.partial):
             return False
-        value = self.traced.sum_of([], record(node).dtype, sharding.shape)
+        value = repeated(found.root, sharding.shape)
         tiles = self.held[node] = tiles_of(value, sharding, self.sizes)
-        return self.know(node, tiles, Fact(value, sharding), "zeros")
+        return tiles.dims == found.dims and self.know(node, tiles, Fact(value, sharding), "filled")
 
     # --------------------------------------------------------------------------------------------------------------- lowerings
 
-    def prove_lowering(self, node: Node, found: Tiles | JoinedValues, sharding: Sharding | None, n: Node, index: int) -> str:
-        """Why a line is not result `index` of the traced call `n`; "" if it is."""
+    def prove_lowering(
+        self, node: Node, found: Tiles | JoinedValues, sharding: Sharding | None, n: Node, index: int, moved: Fact | None = None
+    ) -> str:
+        """Why a line is not result `index` of the traced call `n`; "" if it is. `moved`: what the line is, if it moves the
+        result."""
         tensors = operands(n)
         try:
             rule = rule_of(n, tensors)
@@ -298,13 +338,21 @@ class Erasure:
             except REFUSED as refused:
                 other = other or str(refused)
                 continue
-            if made.results[index] != found:
+            result = made.results[index]
+            if result != found if moved is None else not isinstance(result, Tiles) or result.root != found.root:  # type: ignore[union-attr]
                 continue
             by_rule = made.shardings[index]
             why = padding_fault(rule, row, self.sizes) or ("" if sharding is None else _difference(by_rule, sharding))
             if not why:
                 own, value = by_rule if sharding is None else sharding, self.traced.values[n, index]
                 tiles = tiles_of(value, own, self.sizes)
+                if moved is not None:
+                    try:
+                        tiles, value, own = substitute_root(found, result, tiles), moved.value, moved.sharding  # type: ignore[arg-type]
+                    except Unfit:
+                        continue
+                    if not is_value(value, own, tiles, self.sizes):
+                        continue
                 zero = row[0][0].padding if rule.kind == "layout" and row else ()
                 self.held[node] = replace(tiles, padding=tuple(one for one in zero if one[1] == 0.0))
                 self.know(node, tiles, Fact(value, own), "lowered")
@@ -341,6 +389,18 @@ class Erasure:
             self.know(x, tiles, fact)
         self.proof.kinds["update"] += 1
 
+    def walk_write(self, stage: Stage, node: Node) -> None:
+        """A call that writes its result over its first operand, whose name stands for the new value behind it."""
+        x, hint = node.args[0], self.hint(node)
+        assert isinstance(x, Node)
+        found, own = self.evaluator.opaque(node, self.held.__getitem__), record(x).sharding
+        sharding = whole_sharding(record(x).shape) if own is None else own
+        assert isinstance(found, Tiles)
+        why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
+        if why:
+            return self.fail(stage, node, why, None if hint is None else hint[0])
+        self.held[x], self.known[x] = self.held[node], self.known[node]
+
     def _prove_update(self, one: object, row: Sequence[Node], rest: Sequence[Any], new: dict[Node, tuple[Tiles, Fact]]) -> str:
         """Why no traced update is that of one parameter; "" if one is, whose results are added to `new`."""
         given = [self.known.get(x) for x in (*row, *(x for x in rest if isinstance(x, Node)))]
@@ -366,6 +426,14 @@ class Erasure:
         return f"no traced update takes {', '.join(map(str, row[1:]))}"
 
 
+def _in_shape(value: Tiles, shape: Sequence[int]) -> Tiles | None:
+    """The value in another shape; None if it has no such."""
+    try:
+        return reshape_dims(value, shape)
+    except Unfit:
+        return None
+
+
 def _difference(found: Sharding, told: Sharding) -> str:
     """How a type differs from the sharding by the rule; "" if it does not."""
     if dict(found.partial) != dict(told.partial):
@@ -376,6 +444,6 @@ def _difference(found: Sharding, told: Sharding) -> str:
     return ""
 
 
-def prove(program: PlainProgram, traced: TracedTerms) -> ProgramProof:
-    """The proof of a program against its traced graph, or what of it is not proved."""
-    return Erasure(program, traced).run()
+def prove(program: PlainProgram, traced: Stage) -> ProgramProof:
+    """The proof of a program against its traced graph, under the same keys, or what of it is not proved."""
+    return Erasure(program, TracedTerms(traced, {port.key: port.shape for port in program.inputs})).run()

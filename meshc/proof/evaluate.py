@@ -23,8 +23,10 @@ from torch.fx import Node
 from meshc.ir import KEY, is_getitem, records, spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, tile_sizes
+from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operators
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
-from meshc.proof import joined_values, moves
+from meshc.ops.state_rounding import IN_PLACE
+from meshc.proof import joined_values, moves, used_rows
 from meshc.proof.chunks import chunks_of, is_of_chunks, name_of_chunks
 from meshc.proof.held import Held, Integer, JoinedValues, Several
 from meshc.proof.terms import TermTable, arguments
@@ -40,6 +42,7 @@ from meshc.proof.tiles import (
     fuse_digits,
     lengthen_with_zeros,
     major_digits,
+    of_size,
     with_dim,
 )
 from meshc.rules.elementwise import is_pointwise
@@ -51,6 +54,28 @@ SAME: Final = {
     meshc.check_index.default, spmd.to_host, spmd.from_host,
 }  # fmt: skip
 """Calls whose result is their operand, elsewhere or looked at."""
+WITHOUT_WRITING: Final[Mapping[Any, Any]] = {twin: one for one, twin in IN_PLACE.items()}
+"""Operator that writes its result into its first operand -> the one that returns it."""
+
+
+FILLS: Final[Mapping[Any, int]] = {
+    aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1, aten.zeros.default: 0, aten.new_zeros.default: 0,
+    aten.zeros_like.default: 0, aten.ones.default: 1, aten.new_ones.default: 1, aten.ones_like.default: 1,
+}  # fmt: skip
+"""Operators that fill a tensor with one number: it, or of those that are given it its place."""
+
+
+def _filled_number(node: Node) -> float | None:
+    """The number with which a call fills a tensor; None for other calls."""
+    found: Any = FILLS.get(node.target)
+    if found is not None and "full" in str(node.target):
+        found = node.args[found] if len(node.args) > found else node.kwargs.get("fill_value")
+    return float(found) if isinstance(found, int | float) else None
+
+
+def repeated(root: int, shape: Sequence[int]) -> Tiles:
+    """The one position of a root as every element of a tensor."""
+    return Tiles(root, tuple(fuse_digits([(0, size)]) for size in shape))
 
 
 class Evaluator:
@@ -70,15 +95,21 @@ class Evaluator:
         """What a call gives; `of`: what is known of its operands."""
         target = node.target
         if is_getitem(node):
+            if node.args[0].target is used_rows.USED:  # type: ignore[union-attr]
+                return used_rows.item(self, node, of)
             several = of(node.args[0])  # type: ignore[arg-type]
             assert isinstance(several, Several)
             return self.root(records(node)[0].shape, "item", several.number, node.args[1])
         if target in spmd.INTEGERS.values():
             return self._integer(node, of)
+        if (number := _filled_number(node)) is not None:
+            return self.filled(number, records(node)[0].dtype, records(node)[0].shape)
         if target in SAME:
             return of(node.args[0])  # type: ignore[arg-type]
         first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
         try:
+            if target in used_rows.FORMS:
+                return used_rows.form(self, node, of)
             if isinstance(first, Tiles) and (move := moves.MOVES.get(target)) is not None:
                 return move(self, first, node, of)
             if isinstance(first, JoinedValues) or target is aten.cat.default:
@@ -89,13 +120,13 @@ class Evaluator:
 
     def opaque(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """A call as a term."""
-        made = records(node)
         if (repeated := self._repeat_result(node, of)) is not None:
             return repeated
-        key = node.target, arguments(node.args, of), arguments(node.kwargs, of)
+        key = WITHOUT_WRITING.get(node.target, node.target), arguments(node.args, of), arguments(node.kwargs, of)
         if isinstance(node.meta[KEY], tuple):
             return Several(self.terms.number("call", *key))
-        return self.root(made[0].shape, "call", *key)
+        shape = records(node.args[0])[0].shape if node.target in WITHOUT_WRITING else records(node)[0].shape  # type: ignore[arg-type]
+        return self.root(shape, "call", *key)
 
     def _repeat_result(self, node: Node, of: Callable[[Node], Held]) -> Tiles | None:
         """A pointwise call on one operand that is repeated: the repetition of what it gives for the operand once. None for other calls."""
@@ -119,6 +150,18 @@ class Evaluator:
         number = self.terms.number(*term)
         self.numel.setdefault(number, prod(shape))
         return Tiles(number, dims_of_shape(shape))
+
+    def filled(self, number: float, dtype: torch.dtype | None, shape: Sequence[int]) -> Tiles:
+        """One number in a whole tensor: the number, repeated."""
+        root = self.terms.number("filled", number, str(dtype))
+        self.numel[root] = 1
+        self.known.add(root)
+        return repeated(root, shape)
+
+    def filled_with(self, root: int) -> float | None:
+        """The number that a root is; None for others."""
+        what, *rest = self.terms.term(root)
+        return rest[0] if what == "filled" else None
 
     def _integer(self, node: Node, of: Callable[[Node], Held]) -> Integer | int:
         def plain(argument: object) -> object:
@@ -254,7 +297,21 @@ class Evaluator:
         if axes is not None and x.root in self.known:
             padding = {**dict(x.padding), **dict.fromkeys(axes, float(value))}
             return replace(x, padding=tuple(sorted(padding.items())))
+        if x.root in self.known and (rows := self._masked_repeats(x, dim, count)):
+            padding = {**dict(x.padding), **dict.fromkeys(rows, float(value))}
+            return replace(x, padding=tuple(sorted(padding.items())))
         return self.elementwise(x, "mask", x.dims[dim], count, value)
+
+    def _masked_repeats(self, x: Tiles, dim: int, count: Held | int) -> list[str]:
+        """The same where the positions of the dim, and of it alone, are one: the axes, each with the size that it splits."""
+        if not isinstance(count, Integer) or count.made[0] != "tile_count":
+            return []
+        _, size, counts, coordinates = count.made
+        rows = [one.axes(self.sizes) if isinstance(one, Integer) else None for one in coordinates]
+        axes = [axis for row in rows if row for axis in row]
+        fits = len(axes) == len(rows) and [self.sizes[axis] for axis in axes] == [*counts]
+        alone = [at for at, own in enumerate(x.dims) if any(stride == 0 for stride, _ in own)] == [dim]
+        return [of_size(axis, size) for axis in axes] if fits and alone and x.dims[dim] == ((0, tile_sizes(size, counts)[-1]),) else []
 
     def _masked_axes(self, x: Tiles, dim: int, count: Held | int) -> tuple[str, ...] | None:
         """The axes whose uneven tiles a mask looks at: those that split the positions of the dim. None for another mask."""

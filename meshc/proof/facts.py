@@ -85,7 +85,7 @@ class Facts:
         yield from self._parts.get(value, ())
         for other in self._values.get(value.root, ()):
             for sharding in self._parts.get(other, ()):
-                if (dims := _regroup_parts([part for parts in sharding.dims for part in parts], value.shape)) is not None:
+                if (dims := regroup_parts([part for parts in sharding.dims for part in parts], value.shape)) is not None:
                     yield Sharding(dims)
         yield whole_sharding(value.shape)
 
@@ -96,6 +96,14 @@ def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str,
         return tiles_of(value, sharding, sizes).like(tiles)
     except Unfit:
         return False
+
+
+def sharding_before_move(value: Tiles, moved: Tiles, sharding: Sharding) -> Sharding | None:
+    """The sharding of a value that is so sharded once its dims are in another order, or its elements in another shape."""
+    if len(moved.dims) == len(value.dims) and all(dim in moved.dims for dim in value.dims):
+        return replace(sharding, dims=tuple(sharding.dims[moved.dims.index(dim)] for dim in value.dims), zero=frozenset())
+    dims = regroup_parts([part for parts in sharding.dims for part in parts], value.shape)
+    return None if dims is None else Sharding(dims, sharding.partial)
 
 
 def _with_cuts(part: Part, cuts: Sequence[str]) -> Part:
@@ -120,7 +128,7 @@ def _units(value: Tiles, dim: int, parts: Parts) -> Iterator[tuple[int, Part, in
             continue
 
 
-def _regroup_parts(parts: Sequence[Part], shape: Sequence[int]) -> tuple[Parts, ...] | None:
+def regroup_parts(parts: Sequence[Part], shape: Sequence[int]) -> tuple[Parts, ...] | None:
     """The same parts, in order, as those of other dims; None if they do not fit."""
     rest, found = list(parts), []
     for size in shape:

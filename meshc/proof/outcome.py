@@ -32,6 +32,7 @@ class UnprovedLine:
 class ProgramProof:
     """
     mesh      of the program
+    sizes     of what is open, for which it was proved
     values    number of values that the traced graph has
     lines     number of a rank's lines
     kinds     number of lines by how they are proved
@@ -47,6 +48,7 @@ class ProgramProof:
     failures: list[UnprovedLine] = field(default_factory=list)
     trusted: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    sizes: str = ""
 
     @property
     def holds(self) -> bool:
@@ -56,8 +58,9 @@ class ProgramProof:
         if not self.holds:
             more = f"\n{len(self.failures) - 1} more lines are not proved" if len(self.failures) > 1 else ""
             return f"not proved: {self.failures[0]}{more}\n  {ADVICE}"
+        at = f", at {self.sizes}," if self.sizes else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
-        what = f"proved: {self.lines} lines of a rank on {self.mesh} are the traced graph's {self.values} values"
+        what = f"proved: {self.lines} lines of a rank on {self.mesh}{at} are the traced graph's {self.values} values"
         return f"{what}: {kinds}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
 
 

@@ -10,12 +10,12 @@ from typing import Any, Final
 from torch.fx import Node
 
 from meshc.ir import Record, operands, records, value_of
-from meshc.ir.sharding import Part, Sharding, padded_parts
+from meshc.ir.sharding import Part, Sharding, padded_parts, tile_sizes
 from meshc.proof.evaluate import Evaluator
 from meshc.proof.facts import Fact, Facts, Form, Parts
 from meshc.proof.held import Held, Several
 from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
-from meshc.proof.tiles import Tiles, Unfit, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, of_size, tiles_of
 from meshc.proof.traced import TracedTerms
 from meshc.rules import in_any_order
 from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings
@@ -125,6 +125,14 @@ def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int]) -> 
         padding, wanted = dict(tiles.padding), 0.0 if clean else rule.neutral
         for dim, _, part in padded_parts(fact.sharding, sizes):
             counts = clean or rule.operands[at][dim] in summed
-            if counts and any(padding.get(axis) != wanted for axis in part.cuts):
+            known = [{padding.get(axis), padding.get(of_size(axis, part.size))} for axis in _padding_axes(part, sizes)]
+            if counts and any(wanted not in one for one in known):
                 return f"operand {at}: what the uneven tiles of {part} add counts, and nothing says that it is {wanted}"
     return ""
+
+
+def _padding_axes(part: Part, sizes: Mapping[str, int]) -> list[str]:
+    """The axes over which a part is split unevenly."""
+    counts = [sizes[axis] for axis in part.axes]
+    before = tile_sizes(part.size, counts)
+    return [axis for axis, extent, count in zip(part.cuts, before, counts, strict=False) if extent % count]

@@ -15,7 +15,7 @@ of one root with equal tiles are equal but for padding that neither knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -64,6 +64,11 @@ class Tiles:
     def like(self, other: Tiles) -> bool:
         """Whether two are the same but for what their padding holds."""
         return self.root == other.root and self.dims == other.dims and self.axes == other.axes and self.partial == other.partial
+
+
+def of_size(axis: str, size: int) -> str:
+    """The name of the padding that tiles of a dim of equal positions have, which no stride tells apart."""
+    return f"{axis} of {size}"
 
 
 def extent_of(dim: Dim) -> int:
@@ -139,7 +144,7 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
     if len(sharding.dims) != len(value.dims):
         raise Unfit(f"a sharding of {len(sharding.dims)} dims for {len(value.dims)}")
     dims: list[Dim] = []
-    axes: dict[str, int] = {}
+    axes = dict(value.axes)
     for parts, own in zip(sharding.dims, value.dims, strict=True):
         if prod(part.size for part in parts) != extent_of(own):
             raise Unfit(f"{extent_of(own)} positions as {' * '.join(map(str, parts))}")
@@ -191,6 +196,39 @@ def _digits_within(own: Dim, digit: Digit) -> list[Digit]:
     return found
 
 
+def substitute_root(x: Tiles, local: Tiles, whole: Tiles) -> Tiles:
+    """The tiles `x` of a root as tiles of another, where `local` of the one are `whole` of the other, element by element. Raises Unfit."""
+    pieces = [(one, step, other) for mine, own in zip(local.dims, whole.dims, strict=True) for one, step, other in _common(mine, own)]
+    dims: list[Dim] = []
+    for dim in x.dims:
+        found: list[Digit] = []
+        for stride, extent in reversed(dim):
+            while extent > 1:
+                at = next(((one, step, other) for one, step, other in pieces if one <= stride < one * step), None)
+                if at is None or stride % at[0] or at[1] % (count := stride // at[0]) or extent % min(extent, at[1] // count):
+                    raise Unfit(f"{extent} positions {stride} apart")
+                taken = min(extent, at[1] // count)
+                found.insert(0, (at[2] * count, taken))
+                extent, stride = extent // taken, at[0] * at[1]
+        dims.append(fuse_digits(found))
+    return replace(whole, dims=tuple(dims))
+
+
+def _common(one: Dim, other: Dim) -> Iterator[tuple[int, int, int]]:
+    """The digits of a dim in two roots, (stride in the one, extent, stride in the other), in pieces that both have."""
+    rest, left = list(one), list(other)
+    while rest and left:
+        (stride, extent), (step, count) = rest.pop(), left.pop()
+        small = min(extent, count)
+        if extent % small or count % small:
+            raise Unfit(f"{one} and {other}")
+        yield stride, small, step
+        rest += [(stride * small, extent // small)] if extent > small else []
+        left += [(step * small, count // small)] if count > small else []
+    if rest or left:
+        raise Unfit(f"{one} and {other}")
+
+
 # ------------------------------------------------------------------------------------------------------------------------- moves
 
 
@@ -217,7 +255,8 @@ def expand_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
         elif size not in (-1, extent_of(own)):
             raise Unfit(f"{x.shape} expand_dims to {tuple(shape)}")
         dims.append(own)
-    return replace(x, dims=tuple(dims))
+    kept = tuple(row for row in x.padding if " of " not in row[0]) if tuple(dims) != x.dims else x.padding
+    return replace(x, dims=tuple(dims), padding=kept)
 
 
 def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:

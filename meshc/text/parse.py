@@ -354,17 +354,20 @@ class _StageReader:
         return node
 
     def with_side_row(self, name: str, record: Record, row: SideRow | list[SideRow]) -> Record:
-        """The record with the source, reason and phase of its side-table row."""
+        """The record with what its side-table row says."""
         try:
             if not isinstance(row, dict):
                 raise TypeError
             source = Source(**row.get("source", {}))
             reason, phase, again = row.get("reason", ""), row.get("phase", record.phase), row.get("again", False)
-            if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason)):
+            of, chunk = row.get("of", ""), row.get("chunk")
+            if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason, of)):
                 raise TypeError
             if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES or type(again) is not bool:
                 raise TypeError
-            return replace(record, source=source, reason=reason, phase=phase, again=again)
+            if chunk is not None and type(chunk) is not int:
+                raise TypeError
+            return replace(record, source=source, reason=reason, phase=phase, again=again, of=of, chunk=chunk)
         except (TypeError, AttributeError):
             raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
 

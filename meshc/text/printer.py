@@ -91,6 +91,8 @@ class SideRow(TypedDict, total=False):
     reason: str
     phase: str
     again: bool
+    of: str
+    chunk: int
 
 
 SideTable: TypeAlias = dict[str, SideRow | list[SideRow]]
@@ -253,8 +255,8 @@ def _place(value: Record) -> str:
 
 
 def side_table(stage: Stage) -> SideTable:
-    """The data of a stage's comments, by value name: the source, reason and phase of each value (of each result), and whether backward
-    recomputes it; defaults are left out."""
+    """What a stage's text does not say, by value name: of each value (of each result) source, reason, phase, whether backward recomputes
+    it, the traced value of which it is a form, and the number of its chunk; defaults are left out."""
     names = value_names(stage.graph)
     table: SideTable = {}
     for node in stage.graph.nodes:
@@ -408,8 +410,9 @@ def _one_line(text: str) -> str:
 def _side_row(record: Record) -> SideRow:
     source = {name: value for name in SourceRow.__annotations__ if (value := getattr(record.source, name)) != getattr(Source, name)}
     phase = "" if record.phase == Record.phase else record.phase
-    row = {"source": source, "reason": record.reason, "phase": phase, "again": record.again}
-    return cast(SideRow, {name: value for name, value in row.items() if value})
+    row = {"source": source, "reason": record.reason, "phase": phase, "again": record.again, "of": record.of}
+    found = {name: value for name, value in row.items() if value}
+    return cast(SideRow, found if record.chunk is None else {**found, "chunk": record.chunk})
 
 
 def _long(text: str) -> str:

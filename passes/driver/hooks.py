@@ -24,7 +24,7 @@ from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import GROW
 from meshc.program.microbatch_split import MicrobatchSplit
-from meshc.program.program import PlainProgram, Port, Stage
+from meshc.program.program import PlainProgram, Port
 from meshc.text.printer import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()
@@ -115,7 +115,7 @@ def _run_by(phase: CompilationPhase) -> str:
     if isinstance(phase, LoweredProgram):
         return print_program(phase.as_program())
     if isinstance(phase, PlacedModel | TracedModel) and (joint := phase.joint) is not None:
-        return print_stage(Stage("main", joint.graph, tuple(p.key for p in joint.inputs), tuple(p.key for p in joint.outputs)))
+        return print_stage(joint.as_stage("main"))
     if isinstance(phase, TracedModel):
         return "\n".join(str(body.graph) for body in phase.model.module.modules() if isinstance(body, GraphModule))
     return ""

@@ -71,7 +71,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
             behind[after] = one
         move_operands_before(node, after, stays)
         with graph.inserting_after(behind.get(after, after)):
-            behind[after] = call(graph, Record(phase="update"), state_rounding.IN_PLACE[node.target], *node.args)
+            behind[after] = call(graph, Record(phase="update", of=record(node).of), state_rounding.IN_PLACE[node.target], *node.args)
         kept[node] = old
         node.args = ()  # so that what it read may go before it
     read_operands(graph, kept)

@@ -14,7 +14,7 @@ from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.request import Request
-from meshc.program.program import Port
+from meshc.program.program import Port, Stage
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Joint:
     outputs: tuple[Port, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     updates: Mapping[Node, str] = field(default_factory=dict)
+
+    def as_stage(self, name: str = "traced") -> Stage:
+        """The graph under the keys of its ports."""
+        return Stage(name, self.graph, tuple(port.key for port in self.inputs), tuple(port.key for port in self.outputs))
 
     def placeholders(self) -> dict[str, Node]:
         """Placeholder of each input port, by key."""

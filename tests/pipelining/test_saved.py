@@ -87,6 +87,16 @@ def test_a_program_comes_back(schedule: str, tmp_path: Path) -> None:
     assert not same_program(again, compiled(schedule="gpipe", microbatches=4))
 
 
+def test_a_step_whose_gradients_need_no_backward_comes_back(tmp_path: Path) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)), torch.zeros(8, 8)
+    model[0].requires_grad_(False)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model[1].parameters()), loss=lambda y: y.sum())
+    program = meshc.compile(step, meshc.Mesh("pp=2"), args=(x,), options=meshc.Options(pipeline=meshc.Pipelining(microbatches=4)))
+    assert not any(name.startswith("backward_") for name in program.general.stages)
+    program.save(tmp_path / "p.meshc")
+    assert hash_program(artifact.load(tmp_path / "p.meshc")) == hash_program(program.general)
+
+
 def test_what_compiles_is_complete() -> None:
     for schedule in ("gpipe", "interleaved", "zb_h1"):
         refuse_incomplete(compiled(schedule=schedule, microbatches=2))

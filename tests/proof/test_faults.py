@@ -13,9 +13,8 @@ from torch.fx import Node
 
 from meshc.ir import record, records, spmd
 from meshc.ir.graph import call, copy_graph, output_of
-from meshc.program.program import PlainProgram, Port
+from meshc.program.program import PlainProgram, Port, Stage
 from meshc.proof.erasure import prove
-from meshc.proof.traced import TracedTerms
 from tests.golden.cases import CASES, gpt, train
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -23,10 +22,9 @@ BASES = ("gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "rows uneven", "r
 
 
 @cache
-def base(name: str) -> tuple[PlainProgram, TracedTerms]:
+def base(name: str) -> tuple[PlainProgram, Stage]:
     program = CASES[name]() if name in CASES else train(gpt(batch=5), "dp_shard=3", clip=1.0)
-    joint = program.lowered.joint
-    return program.compiled, TracedTerms(joint.graph, [port.key for port in joint.inputs], [port.key for port in joint.outputs])
+    return program.compiled, program.lowered.joint.as_stage()
 
 
 @dataclass
