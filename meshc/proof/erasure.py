@@ -338,7 +338,7 @@ class Erasure:
             except REFUSED as refused:
                 other = other or str(refused)
                 continue
-            result = made.results[index]
+            result = made.results[index] if index < len(made.results) else None
             if result != found if moved is None else not isinstance(result, Tiles) or result.root != found.root:  # type: ignore[union-attr]
                 continue
             by_rule = made.shardings[index]

@@ -250,9 +250,10 @@ class Evaluator:
         (axis,) = axes
         one, other = (axis, f"{axis}~{ZIGZAG}")[:: -1 if home else 1]
         split, own = dict(x.axes), x.dims[dim]
-        if x.root in self.known and one in split and len(own) == 1 and split[one] == own[0][0] * own[0][1] and axis not in dict(x.padding):
+        if x.root in self.known and one in split and len(own) == 1 and split[one] == own[0][0] * own[0][1]:
             split[other] = split.pop(one)
-            return replace(x, axes=tuple(sorted(split.items())))
+            padding = ((other if name == one else name, value) for name, value in x.padding)
+            return replace(x, axes=tuple(sorted(split.items())), padding=tuple(sorted(padding)))
         number = self.terms.number("from_zigzag" if home else "to_zigzag", axis, own, replace(x, dims=()))
         self.numel.setdefault(number, self.numel.get(x.root, 0))
         return Tiles(number, x.dims)

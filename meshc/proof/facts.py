@@ -31,19 +31,19 @@ class Facts:
     def __init__(self, sizes: Mapping[str, int], part_sizes: dict[object, set[int]]) -> None:
         self._sizes, self._part_sizes = sizes, part_sizes
         self._of: dict[Tiles, list[Fact]] = defaultdict(list)
-        self._forms: dict[Tiles, list[Form]] = defaultdict(list)
+        self._forms: dict[Tiles, dict[Form, None]] = defaultdict(dict)
         self._values: dict[int, dict[Tiles, None]] = defaultdict(dict)
         self._parts: dict[Tiles, dict[Sharding, None]] = defaultdict(dict)
 
     def add(self, tiles: Tiles, fact: Fact) -> None:
         """Notes that these tiles are what the fact says, whatever their padding holds."""
         plain = replace(tiles, padding=())
+        self._forms[fact.value][tiles, fact] = None
         rows = self._of[plain]
         if fact in rows:
             return
         rows.append(fact)
         self._values[tiles.root][fact.value] = None
-        self._forms[fact.value].append((plain, fact))
         self._parts[fact.value][fact.sharding.whole()] = None
         strides = dict(tiles.axes)
         for _, _, part in fact.sharding.parts():
@@ -55,7 +55,7 @@ class Facts:
         return list(self._values.get(root, ()))
 
     def forms_of(self, value: Tiles) -> Sequence[Form]:
-        return self._forms.get(value, ())
+        return list(self._forms.get(value, ()))
 
     def of(self, tiles: Tiles, value: Tiles) -> list[Fact]:
         """The shardings in which tiles are a value: those that are known, or else one that gives these tiles."""

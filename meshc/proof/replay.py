@@ -15,10 +15,10 @@ from meshc.proof.evaluate import Evaluator
 from meshc.proof.facts import Fact, Facts, Form, Parts
 from meshc.proof.held import Held, Several
 from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
-from meshc.proof.tiles import Tiles, Unfit, of_size, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, in_home_order, of_size, tiles_of
 from meshc.proof.traced import TracedTerms
 from meshc.rules import in_any_order
-from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings
+from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings, runs_of
 from meshc.rules.rule import Rule
 
 REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
@@ -43,22 +43,29 @@ class LoweringReplays:
 
     def ways(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[tuple[Form, ...], LoweringWay]]:
         """Forms in which the operands of a traced call may be among what a line is made of, and the ways in which a rule may be lowered."""
-        some = [LoweringWay()]
-        some += [LoweringWay(uses_zigzag=True)] if rule.rings else []
-        some += [LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.rings or rule.zigzag else []
-        yield from itertools.product(self._forms(rule, tensors, leaves), some)
+        if not rule.rings:
+            some = [LoweringWay(), *([LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.zigzag else [])]
+            yield from itertools.product(self._forms(rule, tensors, leaves), some)
+            return
+        at_home = list(dict.fromkeys(map(in_home_order, leaves)))
+        yield from itertools.product(self._forms(rule, tensors, at_home), [LoweringWay(), LoweringWay(uses_zigzag=True)])
+        if at_home != [*leaves]:
+            yield from itertools.product(self._forms(rule, tensors, leaves), [LoweringWay(uses_zigzag=True, is_in_zigzag=True)])
 
     def _forms(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[Form, ...]]:
         values = [self._traced.values[value_of(tensor)] for tensor in tensors]
         rows: list[list[Form]] = []
         for value in values:
-            found = {(leaf, fact): None for leaf in leaves if leaf.root == value.root for fact in self._facts.of(leaf, value)}
-            rows.append(list(found)[:4])
+            found: dict[object, Form] = {}
+            for leaf in leaves:
+                for fact in self._facts.of(leaf, value) if leaf.root == value.root else ():
+                    found.setdefault((leaf, _without_names(fact.sharding)), (leaf, fact))
+            rows.append(list(found.values())[:4])
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
             others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first
             rows[at] = [*rows[at][:4], *others[-4:]]
-        yield from itertools.islice(itertools.product(*rows), MOST)
+        yield from itertools.islice(_fitting(rule, rows, (), {}), MOST)
 
     def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]], leaves: Sequence[Tiles]) -> Iterator[Form]:
         """Forms of an operand that is sharded as other operands' letters say: of a value that is repeated its tiles do not say it."""
@@ -111,6 +118,26 @@ class LoweringReplays:
         if isinstance(found, Several):
             return [self._evaluator.root(one.shape, "item", found.number, i) for i, one in enumerate(records(made))]
         return [found]
+
+
+def _without_names(sharding: Sharding) -> object:
+    """A sharding but for the names of factors."""
+    dims = tuple(tuple((part.size, part.cuts) for part in parts if part.size != 1 or part.axes) for parts in sharding.dims)
+    return dims, frozenset(sharding.partial)
+
+
+def _fitting(rule: Rule, rows: Sequence[Sequence[Form]], chosen: tuple[Form, ...], letters: dict[str, object]) -> Iterator[tuple[Form, ...]]:
+    """Combinations of a form of each operand whose letters are split alike."""
+    at = len(chosen)
+    if at == len(rows):
+        yield chosen
+        return
+    apart = {ring.letter for ring in rule.rings.values() if at not in ring.operands}
+    for form in rows[at]:
+        found = dict(letters)
+        dims = [(letter, runs_of(parts)) for letter, parts in zip(rule.operands[at], form[1].sharding.dims, strict=False)]
+        if all(letter in apart or found.setdefault(letter, runs) == runs for letter, runs in dims):
+            yield from _fitting(rule, rows, (*chosen, form), found)
 
 
 def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import comparison_key
+from meshc.proof.held import JoinedValues
 from meshc.proof.tiles import Tiles
 
 Term = tuple[Any, ...]
@@ -52,8 +53,8 @@ class TermTable:
 def _tiles_of(argument: object) -> Iterator[Tiles]:
     if isinstance(argument, Tiles):
         yield argument
-    elif isinstance(argument, tuple):
-        for item in argument:
+    elif isinstance(argument, tuple | JoinedValues):
+        for item in argument if isinstance(argument, tuple) else argument.pieces:
             yield from _tiles_of(item)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
 from meshc.ir.sharding import Part, Sharding, tile_sizes
 
@@ -27,6 +27,7 @@ Digit = tuple[int, int]
 Dim = tuple[Digit, ...]
 """Digits of a dim, major to minor; () for a dim of size 1."""
 Dims = tuple[Dim, ...]
+_Number = TypeVar("_Number", int, float)
 END: Final = -1
 """The stride of what is beyond a dim of size 1, which is padding."""
 
@@ -64,6 +65,15 @@ class Tiles:
     def like(self, other: Tiles) -> bool:
         """Whether two are the same but for what their padding holds."""
         return self.root == other.root and self.dims == other.dims and self.axes == other.axes and self.partial == other.partial
+
+
+def in_home_order(x: Tiles) -> Tiles:
+    """Tiles of axes in another order (`cp~zigzag`) as those in the axes' own."""
+    return replace(x, axes=_home(x.axes), padding=_home(x.padding))
+
+
+def _home(rows: tuple[tuple[str, _Number], ...]) -> tuple[tuple[str, _Number], ...]:
+    return tuple(sorted((axis.partition("~")[0], value) for axis, value in rows))
 
 
 def of_size(axis: str, size: int) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -29,6 +30,7 @@ def parts_of_letters(rule: Rule, operands: Sequence[Sharding], results: Sequence
     Parts of size 1 that nothing splits are left out. `results`: as they are declared; None where nobody knows.
     """
     found: dict[str, Parts] = {}
+    passing = {ring.letter: ring for ring in rule.rings.values()}
     for rows, shardings, of in ((rule.operands, operands, "operand"), (rule.results, results, "result")):
         before = dict(found)
         for at, (letters, sharding) in enumerate(zip(rows, shardings, strict=True)):
@@ -44,12 +46,15 @@ def parts_of_letters(rule: Rule, operands: Sequence[Sharding], results: Sequence
                     if any(part.axes for part in parts):
                         raise SplitError(f"dim {dim} of {of} {at} is split, and has one position for all")
                     continue
+                if letter in passing and at not in passing[letter].operands:
+                    if any(part.axes for part in parts):
+                        raise SplitError(f"dim {dim} of {of} {at} is {_text(parts)}, and each rank reads the part of another's block")
+                    continue
                 known = found.setdefault(letter, parts)
                 if not _is_alike(known, parts):
                     raise SplitError(f"dim {dim} of {of} {at} is {_text(parts)}, and another of {letter} is {_text(known)}")
                 if sum(len(part.axes) for part in parts) and len(parts) > len(known):
                     found[letter] = parts
-    passing = {ring.letter for ring in rule.rings.values()}
     for letter, parts in found.items():
         if letter in rule.whole and letter not in passing and any(part.axes for part in parts):
             raise SplitError(f"{letter} is {_text(parts)}, and the operator takes it whole")
@@ -74,8 +79,14 @@ def result_shardings(
         summed = {letter: how for letter, how in sums.items() if letter not in home}
         owed = {axis: how for letter, how in summed.items() for part in parts.get(letter, ()) for axis in part.axes}
         partial = {**_passed_on(rule, operands, allowed, owed), **owed}
-        found.append(Sharding(tuple(parts.get(letter, ()) for letter in letters), tuple(partial.items())))
+        whole = {ring.letter for ring in rule.rings.values() if index not in ring.results}  # each rank has what it makes of all blocks
+        dims = (_unsplit(parts.get(letter, ())) if letter in whole else parts.get(letter, ()) for letter in letters)
+        found.append(Sharding(tuple(dims), tuple(partial.items())))
     return found
+
+
+def _unsplit(parts: Parts) -> Parts:
+    return tuple(replace(part, axes=(), order="") for part in parts)
 
 
 def _check_ties(rule: Rule, operands: Sequence[Sharding], parts: Mapping[str, Parts], results: Sequence[Sharding | None]) -> None:
