@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ from meshc.ops.optim import MANY, WRITTEN
 from meshc.program.accumulate import whole_of
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
+from meshc.proof.dispatched_rows import DispatchedRows
 from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeated
 from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, whole_sharding
 from meshc.proof.held import Held, JoinedValues
@@ -33,7 +35,7 @@ from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
 from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
-from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, reshape_dims, substitute_root, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
 from meshc.proof.used_rows import UsedRows
 from meshc.rules import rule_of
@@ -55,6 +57,7 @@ class Erasure:
         self.facts = Facts(self.sizes, self.evaluator.part_sizes)
         self.replays = LoweringReplays(traced, self.evaluator, self.facts)
         self.used_rows = UsedRows()
+        self.dispatched = DispatchedRows(traced, self.sizes, self.used_rows)
         self.entering = {port.key: port for port in program.inputs}
         self.keyed: dict[str, Held] = {}
         self.types: dict[tuple[Node, int], list[Sharding]] = defaultdict(list)
@@ -162,6 +165,9 @@ class Erasure:
         self.keyed[key] = held
         if whole is None:
             return
+        if self.program.microbatches == 1:
+            self.keyed[whole[1]] = held
+            return
         how = {one.instruction: name for name, one in REDUCTIONS.items()}.get(whole[0])
         if how is not None and isinstance(held, JoinedValues):
             self.keyed[whole[1]] = each(held, lambda piece: self.over_microbatches(piece, how))
@@ -224,7 +230,7 @@ class Erasure:
         if node.target in WITHOUT_WRITING:
             return self.walk_write(stage, node)
         found = self.held[node] = self.evaluator.call(node, self.held.__getitem__)
-        if why := self.used_rows.fault(node, self.held.__getitem__):
+        if why := self.used_rows.fault(node, self.held.__getitem__) or self.dispatched.fault(node, self.held.__getitem__):
             return self.fail(stage, node, why)
         if node.target is CHECK and not self.is_guard(node):
             return self.fail(stage, node, "it checks an index against bounds that no reader of it has")
@@ -235,7 +241,7 @@ class Erasure:
             return self.walk_untyped(stage, node, found, hint)
         values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
         values += self.facts.values_of(found.root) if isinstance(found, Tiles) else ()
-        values += [in_shape for one in values if one.shape != sharding.shape and (in_shape := _in_shape(one, sharding.shape)) is not None]
+        values += [made for one in values if one.shape != sharding.shape and (made := _in_shape(one, sharding.shape)) is not None]
         value = next((one for one in values if isinstance(found, Tiles) and is_value(one, sharding, found, self.sizes)), None)
         if value is not None:
             assert isinstance(found, Tiles)
@@ -247,8 +253,28 @@ class Erasure:
             why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
             if why and hint is not None and isinstance(found, Tiles) and self.prove_moved(node, found, sharding, hint):
                 why = ""
+            if why and hint is not None and isinstance(found, Tiles) and self.prove_stacked(node, found, sharding, hint):
+                why = ""
             if why:
                 self.fail(stage, node, why, None if hint is None else hint[0])
+
+    def prove_stacked(self, node: Node, found: Tiles, sharding: Sharding, hint: tuple[Node, int]) -> bool:
+        """Whether a line is what ranks add to a sum, each as a row of its own: partial over the axes that split the rows."""
+        first = sharding.dims[0] if sharding.dims else ()
+        axes = [axis for part in first for axis in part.axes]
+        if len(first) != 1 or not axes or first[0].size != prod(self.sizes[axis] for axis in axes) or found.dims[0]:
+            return False
+        apart = Sharding(sharding.dims[1:], (*sharding.partial, *((axis, "sum") for axis in axes)))
+        value = _in_shape(self.traced.values[hint], apart.shape)
+        if value is None:
+            return False
+        own = sharding_before_move(self.traced.values[hint], value, apart)
+        if self.prove_lowering(node, replace(found, dims=found.dims[1:]), own, *hint, moved=Fact(value, apart)):
+            return False
+        made = self.held[node]
+        assert isinstance(made, Tiles)
+        self.held[node] = replace(made, dims=((), *made.dims))
+        return True
 
     def prove_moved(self, node: Node, found: Tiles, sharding: Sharding, hint: tuple[Node, int]) -> bool:
         """Whether a line whose traced value only moves another is a lowering of that one, moved likewise."""
@@ -429,6 +455,9 @@ class Erasure:
 def _in_shape(value: Tiles, shape: Sequence[int]) -> Tiles | None:
     """The value in another shape; None if it has no such."""
     try:
+        if len(shape) > 1 and prod(shape) != prod(value.shape) == prod(shape[1:]):  # the same for each group of the first dim
+            own = reshape_dims(value, (1, *shape[1:]))
+            return expand_dims(own, shape)
         return reshape_dims(value, shape)
     except Unfit:
         return None

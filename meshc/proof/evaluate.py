@@ -24,6 +24,7 @@ from meshc.ir import KEY, is_getitem, records, spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG, tile_sizes
 from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operators
+from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops.state_rounding import IN_PLACE
 from meshc.proof import joined_values, moves, used_rows
@@ -58,6 +59,8 @@ WITHOUT_WRITING: Final[Mapping[Any, Any]] = {twin: one for one, twin in IN_PLACE
 """Operator that writes its result into its first operand -> the one that returns it."""
 
 
+TOLD: Final[Mapping[Any, int]] = {meshc.bounded_choices.default: 6}
+"""Operator -> the place of an argument that only its messages name."""
 FILLS: Final[Mapping[Any, int]] = {
     aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1, aten.zeros.default: 0, aten.new_zeros.default: 0,
     aten.zeros_like.default: 0, aten.ones.default: 1, aten.new_ones.default: 1, aten.ones_like.default: 1,
@@ -108,7 +111,7 @@ class Evaluator:
             return of(node.args[0])  # type: ignore[arg-type]
         first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
         try:
-            if target in used_rows.FORMS:
+            if target in used_rows.FORMS and not isinstance(first, JoinedValues):
                 return used_rows.form(self, node, of)
             if isinstance(first, Tiles) and (move := moves.MOVES.get(target)) is not None:
                 return move(self, first, node, of)
@@ -122,7 +125,8 @@ class Evaluator:
         """A call as a term."""
         if (repeated := self._repeat_result(node, of)) is not None:
             return repeated
-        key = WITHOUT_WRITING.get(node.target, node.target), arguments(node.args, of), arguments(node.kwargs, of)
+        args = node.args if (told := TOLD.get(node.target)) is None else (*node.args[:told], *node.args[told + 1 :])
+        key = WITHOUT_WRITING.get(node.target, node.target), arguments(args, of), arguments(node.kwargs, of)
         if isinstance(node.meta[KEY], tuple):
             return Several(self.terms.number("call", *key))
         shape = records(node.args[0])[0].shape if node.target in WITHOUT_WRITING else records(node)[0].shape  # type: ignore[arg-type]

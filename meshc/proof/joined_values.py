@@ -17,10 +17,11 @@ from torch.fx import Node
 from meshc.ir import operands as operands_of
 from meshc.ir import records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
+from meshc.proof import dispatched_rows
 from meshc.proof.chunks import chunks_of, is_of_chunks, plain_chunk
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.moves import Of
-from meshc.proof.tiles import Tiles, Unfit, with_dim
+from meshc.proof.tiles import Tiles, Unfit, reshape_dims, with_dim
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -121,6 +122,8 @@ def _reshape_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> He
         return each(x, lambda piece: replace(piece, dims=(*piece.dims[: x.dim], (), *piece.dims[x.dim :])), dim=x.dim + 1)
     if list(shape) == apart and x.dim:
         return replace(x, merged=True)
+    if not x.merged and x.dim == len(own) - 1 and shape[-1] == total:
+        return each(x, lambda piece: reshape_dims(piece, (*shape[:-1], piece.shape[-1])), dim=len(shape) - 1)
     raise Unfit("a joined value reshape_dims otherwise")
 
 
@@ -137,7 +140,13 @@ def _slice_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held
     raise Unfit("a slice of a joined value that is none of its values")
 
 
+def _exchange_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held:
+    gathers = node.target is spmd.gather_rows
+    way = dispatched_rows.gather if gathers else dispatched_rows.scatter
+    return each(x, lambda piece: way(of, piece, cast(Sequence[str], node.args[1])), dim=x.dim + (1 if gathers else -1))
+
+
 _CALLS: Final[Mapping[Any, Callable[..., Held]]] = {
     aten.cat.default: _join, spmd.all_reduce: _reduce_joined, spmd.all_gather: _gather_joined, spmd.reduce_scatter: _scatter_joined,
-    aten.slice.Tensor: _slice_joined, **dict.fromkeys(RESHAPES, _reshape_joined),
+    aten.slice.Tensor: _slice_joined, **dict.fromkeys(spmd.OF_ROWS, _exchange_joined), **dict.fromkeys(RESHAPES, _reshape_joined),
 }  # fmt: skip

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch.fx import Node
 
-from meshc.ir import is_getitem, operands, records
+from meshc.ir import is_getitem, operands, records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
 from meshc.ir.used_rows_dims import fault
+from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers its operators
 from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
+from meshc.proof import dispatched_rows
 from meshc.proof.held import Held
 from meshc.proof.terms import constant
 from meshc.proof.tiles import Tiles, Unfit, permute_dims, reshape_dims
@@ -90,18 +92,28 @@ def _used_outer(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
     return _outer(of, left, right, own, count, count, filled)
 
 
-def _in_slots(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
-    x, own = args
-    if own.shape[0] != 1:
-        raise Unfit("several groups")
-    return _to_groups(of, reshape_dims(x, x.shape[1:]), own)
+def _into_one_group(target: Any) -> Form:
+    """Tokens that a group has, as tokens of all groups, of which there is one."""
+
+    def make(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
+        x, own, *rest = args
+        if own.shape[0] != 1:
+            raise Unfit("several groups")
+        return _term(of, target, records(node)[0].shape, reshape_dims(x, x.shape[1:]), own, *rest)
+
+    return make
 
 
-def _over_slots(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
-    rows, own = args
-    if own.shape[0] != 1:
-        raise Unfit("several groups")
-    return reshape_dims(_from_groups(of, rows, own), records(node)[0].shape)
+def _over_one_group(target: Any) -> Form:
+    """What a group adds up, as the sum over all groups."""
+
+    def make(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
+        if args[1].shape[0] != 1:
+            raise Unfit("several groups")
+        shape = records(node)[0].shape
+        return reshape_dims(_term(of, target, shape[1:], *args), shape)
+
+    return make
 
 
 def _spread(of: Evaluator, x: Tiles, dim: int, size: int, start: int, step: int) -> Tiles:
@@ -126,11 +138,17 @@ def _select_backward(of: Evaluator, node: Node, args: list[Any]) -> Tiles:
 
 FORMS: Final[Mapping[Any, Form]] = {
     meshc.rows_of_tokens.default: _rows_of_tokens, meshc.tokens_of_rows.default: _tokens_of_rows, meshc.used_mm.default: _used_mm,
-    meshc.used_outer.default: _used_outer, meshc.in_slots.default: _in_slots, meshc.over_slots.default: _over_slots,
+    meshc.used_outer.default: _used_outer,
+    meshc.in_slots.default: _into_one_group(meshc.to_groups.default),
+    meshc.in_places.default: _into_one_group(meshc.to_places.default),
+    meshc.over_slots.default: _over_one_group(meshc.from_groups.default),
+    meshc.over_places.default: _over_one_group(meshc.from_places.default),
     meshc.group_outer.default: lambda of, _, args: _outer(of, *args),
     meshc.rows_of_places.default: lambda of, _, args: args[0],
     meshc.places_of_rows.default: lambda of, _, args: args[0],
     meshc.rows_spread.default: lambda of, _, args: _spread(of, *args),
+    spmd.gather_rows: lambda of, _, args: dispatched_rows.gather(of, args[0], args[1]),
+    spmd.scatter_rows: lambda of, _, args: dispatched_rows.scatter(of, args[0], args[1]),
     aten.slice_backward.default: _slice_backward, aten.select_backward.default: _select_backward,
 }  # fmt: skip
 """Operator -> what its call stands for. Each raises Unfit for other arguments."""
@@ -156,6 +174,10 @@ class UsedRows:
 
     def __init__(self) -> None:
         self._choices: dict[Node, Tiles] = {}
+
+    def choices(self, node: Node) -> Tiles | None:
+        """By which choices a value's rows are used; None where all rows are there."""
+        return self._choices.get(node)
 
     def fault(self, node: Node, held: Of) -> str:
         """What is wrong with a call that reads used rows; "" if nothing is. Notes by which choices its own rows are used."""
