@@ -9,6 +9,7 @@ A line is a traced value in the sharding that its type says if
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -268,8 +269,10 @@ class Erasure:
         value = _in_shape(self.traced.values[hint], apart.shape)
         if value is None:
             return False
-        own = sharding_before_move(self.traced.values[hint], value, apart)
-        if self.prove_lowering(node, replace(found, dims=found.dims[1:]), own, *hint, moved=Fact(value, apart)):
+        own, row = sharding_before_move(self.traced.values[hint], value, apart), replace(found, dims=found.dims[1:])
+        if is_value(value, apart, row, self.sizes):
+            return self.know(node, found, Fact(value, apart), "moved")
+        if self.prove_lowering(node, row, own, *hint, moved=Fact(value, apart)):
             return False
         made = self.held[node]
         assert isinstance(made, Tiles)
@@ -353,12 +356,13 @@ class Erasure:
             return f"the rule of {ir.op_name(n)}: {refused}"
         if rule is None:
             return f"{ir.op_name(n)} has no rule, and runs on what is split"
-        told = self.types_of_results(n, index, sharding)
+        guesses = self.types_of_results(n, index, sharding)
         roots = [piece.root for piece in found.pieces] if isinstance(found, JoinedValues) else [found.root]
         leaves = [one for root in roots for one in self.traced.terms.tiles_in(root, self.traced.known.__contains__)]
         leaves += [one for one in (self.held[o] for o in node.all_input_nodes) if isinstance(one, Tiles)]
+        read = {leaf.root for leaf in leaves}.union(roots)
         why, other = "", ""
-        for row, way in self.replays.ways(rule, tensors, leaves):
+        for (row, way), told in itertools.product(self.replays.ways(rule, tensors, leaves), guesses):
             try:
                 made = self.replays.replay(n, rule, row, way, told, sharding is not None)
             except REFUSED as refused:
@@ -368,7 +372,7 @@ class Erasure:
             if result != found if moved is None else not isinstance(result, Tiles) or result.root != found.root:  # type: ignore[union-attr]
                 continue
             by_rule = made.shardings[index]
-            why = padding_fault(rule, row, self.sizes) or ("" if sharding is None else _difference(by_rule, sharding))
+            why = padding_fault(rule, row, self.sizes, read) or ("" if sharding is None else _difference(by_rule, sharding))
             if not why:
                 own, value = by_rule if sharding is None else sharding, self.traced.values[n, index]
                 tiles = tiles_of(value, own, self.sizes)
@@ -382,22 +386,27 @@ class Erasure:
                 zero = row[0][0].padding if rule.kind == "layout" and row else ()
                 self.held[node] = replace(tiles, padding=tuple(one for one in zero if one[1] == 0.0))
                 self.know(node, tiles, Fact(value, own), "lowered")
+                for other_index, one in enumerate(made.results):
+                    if other_index != index and one == result:  # the rule gives one line for two results
+                        self.facts.add(tiles, Fact(self.traced.values[n, other_index], made.shardings[other_index]))
                 self.proof.trusted[ir.op_name(n)] += 1
                 return ""
         return why or f"it is not what the rule of {ir.op_name(n)} writes for it" + (f"; {other}" if other else "")
 
-    def types_of_results(self, n: Node, index: int, sharding: Sharding | None) -> Told:
-        """The shardings that types say the results of a call have; for those of which no line speaks a guess, whose dims matter alone where
-        no operand has them."""
+    def types_of_results(self, n: Node, index: int, sharding: Sharding | None) -> list[Told]:
+        """The shardings that types may say the results of a call have; for those of which no line speaks a guess, whose dims matter alone
+        where no operand has them."""
         rows = records(n)
         if sharding is None:
-            return tuple(whole_sharding(one.shape) for one in rows)
+            return [tuple(whole_sharding(one.shape) for one in rows)]
         found: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
         for at in range(len(rows)):
             types = self.types.get((n, at), [])
             if at != index and types:
                 found[at] = next((one for one in types if one.split_axes() == sharding.split_axes()), types[0])
-        return tuple(found)
+        like: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
+        alone = [sharding if at == index else None for at in range(len(rows))]
+        return list(dict.fromkeys(map(tuple, (found, like, alone))))
 
     # ----------------------------------------------------------------------------------------------------------------- updates
 

@@ -45,6 +45,7 @@ from meshc.proof.tiles import (
     major_digits,
     of_size,
     with_dim,
+    without_sizes,
 )
 from meshc.rules.elementwise import is_pointwise
 
@@ -243,7 +244,7 @@ class Evaluator:
         if x.root in self.known and all(axis in split for axis in axes):
             digits = [(split.pop(axis), self.sizes[axis]) for axis in axes]
             split.update({axis: stride for axis, (stride, _) in digits_of_axes(taken, axes, self.sizes) if stride})
-            padding = tuple(row for row in x.padding if row[0] not in axes and not row[0].startswith("+"))
+            padding = tuple(row for row in without_sizes(x.padding) if row[0] not in axes and not row[0].startswith("+"))
             if any(row[0].startswith("+") for row in x.padding):
                 padding = tuple(sorted([*padding, *((axis, 0.0) for axis in axes)]))
             return Tiles(x.root, with_dim(dims, concat_dim, [*digits, *dims[concat_dim]]), tuple(sorted(split.items())), x.partial, padding)
@@ -308,15 +309,16 @@ class Evaluator:
         return self.elementwise(x, "mask", x.dims[dim], count, value)
 
     def _masked_repeats(self, x: Tiles, dim: int, count: Held | int) -> list[str]:
-        """The same where the positions of the dim, and of it alone, are one: the axes, each with the size that it splits."""
+        """The same where the positions of the dim are one: the axes, each with the size that it splits."""
         if not isinstance(count, Integer) or count.made[0] != "tile_count":
             return []
         _, size, counts, coordinates = count.made
         rows = [one.axes(self.sizes) if isinstance(one, Integer) else None for one in coordinates]
         axes = [axis for row in rows if row for axis in row]
         fits = len(axes) == len(rows) and [self.sizes[axis] for axis in axes] == [*counts]
-        alone = [at for at, own in enumerate(x.dims) if any(stride == 0 for stride, _ in own)] == [dim]
-        return [of_size(axis, size) for axis in axes] if fits and alone and x.dims[dim] == ((0, tile_sizes(size, counts)[-1]),) else []
+        one = fits and x.dims[dim] == fuse_digits([(0, tile_sizes(size, counts)[-1])]) and not set(axes) & {axis for axis, _ in x.axes}
+        behind, count = prod(x.shape[dim + 1 :]), prod(x.shape)
+        return [of_size(axis, size, behind, count) for axis in axes] if one else []
 
     def _masked_axes(self, x: Tiles, dim: int, count: Held | int) -> tuple[str, ...] | None:
         """The axes whose uneven tiles a mask looks at: those that split the positions of the dim. None for another mask."""

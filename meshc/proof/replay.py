@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 from torch.fx import Node
 
 from meshc.ir import Record, operands, records, value_of
-from meshc.ir.sharding import Part, Sharding, padded_parts, tile_sizes
+from meshc.ir.sharding import Part, Sharding, local_size, padded_parts, tile_sizes
 from meshc.proof.evaluate import Evaluator
-from meshc.proof.facts import Fact, Facts, Form, Parts
+from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding
 from meshc.proof.held import Held, Several
 from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
 from meshc.proof.tiles import Tiles, Unfit, in_home_order, of_size, tiles_of
@@ -64,7 +65,7 @@ class LoweringReplays:
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
             others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first
-            rows[at] = [*rows[at][:4], *others[-4:]]
+            rows[at] = [*rows[at][:4], *others[-4:]] or [(value, Fact(value, whole_sharding(value.shape)))]  # one that is not read
         yield from itertools.islice(_fitting(rule, rows, (), {}), MOST)
 
     def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]], leaves: Sequence[Tiles]) -> Iterator[Form]:
@@ -140,19 +141,21 @@ def _fitting(rule: Rule, rows: Sequence[Sequence[Form]], chosen: tuple[Form, ...
             yield from _fitting(rule, rows, (*chosen, form), found)
 
 
-def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int]) -> str:
-    """A message about an operand whose padding would count; "" if there is none."""
+def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], read: Collection[int]) -> str:
+    """A message about an operand whose padding would count; "" if there is none. `read`: roots of what the result is made of."""
     if rule.kind == "layout":
         return ""
     summed = {letter for sums in rule.sums for letter in sums}
     for at, (tiles, fact) in enumerate(row):
         clean = at in rule.clean
-        if rule.self_masked and not clean:
+        if rule.self_masked and not clean or tiles.root not in read:
             continue
         padding, wanted = dict(tiles.padding), 0.0 if clean else rule.neutral
-        for dim, _, part in padded_parts(fact.sharding, sizes):
+        for dim, place, part in padded_parts(fact.sharding, sizes):
             counts = clean or rule.operands[at][dim] in summed
-            known = [{padding.get(axis), padding.get(of_size(axis, part.size))} for axis in _padding_axes(part, sizes)]
+            behind = prod(local_size(one, sizes) for one in fact.sharding.dims[dim][place + 1 :]) * prod(tiles.shape[dim + 1 :])
+            own = (of_size(axis, part.size, behind, prod(tiles.shape)) for axis in _padding_axes(part, sizes))
+            known = [{padding.get(axis), padding.get(one)} for axis, one in zip(_padding_axes(part, sizes), own, strict=True)]
             if counts and any(wanted not in one for one in known):
                 return f"operand {at}: what the uneven tiles of {part} add counts, and nothing says that it is {wanted}"
     return ""

@@ -76,9 +76,15 @@ def _home(rows: tuple[tuple[str, _Number], ...]) -> tuple[tuple[str, _Number], .
     return tuple(sorted((axis.partition("~")[0], value) for axis, value in rows))
 
 
-def of_size(axis: str, size: int) -> str:
-    """The name of the padding that tiles of a dim of equal positions have, which no stride tells apart."""
-    return f"{axis} of {size}"
+def of_size(axis: str, size: int, behind: int, count: int) -> str:
+    """The name of the padding that tiles of equal positions have, which no stride tells apart. `behind`: how many elements of the local
+    tensor, which has `count`, stand between one position and the next; no reshape changes that."""
+    return f"{axis} of {size}, {behind} of {count}"
+
+
+def without_sizes(padding: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """What is known of padding where elements change places."""
+    return tuple(row for row in padding if " of " not in row[0])
 
 
 def extent_of(dim: Dim) -> int:
@@ -113,6 +119,8 @@ def major_digits(dim: Sequence[Digit], count: int) -> tuple[Dim, Dim]:
         if not rest:
             raise Unfit(f"{count} tiles of {extent_of(tuple(dim))} positions")
         stride, extent = rest.pop(0)
+        if not extent:
+            raise Unfit("no positions")
         if left % extent == 0:
             taken.append((stride, extent))
             left //= extent
@@ -230,7 +238,7 @@ def _common(one: Dim, other: Dim) -> Iterator[tuple[int, int, int]]:
     while rest and left:
         (stride, extent), (step, count) = rest.pop(), left.pop()
         small = min(extent, count)
-        if extent % small or count % small:
+        if not small or extent % small or count % small:
             raise Unfit(f"{one} and {other}")
         yield stride, small, step
         rest += [(stride * small, extent // small)] if extent > small else []
@@ -247,7 +255,7 @@ def with_dim(dims: Dims, dim: int, digits: Iterable[Digit]) -> Dims:
 
 
 def permute_dims(x: Tiles, order: Sequence[int]) -> Tiles:
-    return replace(x, dims=tuple(x.dims[dim] for dim in order))
+    return replace(x, dims=tuple(x.dims[dim] for dim in order), padding=without_sizes(x.padding))
 
 
 def reshape_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
@@ -265,8 +273,7 @@ def expand_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
         elif size not in (-1, extent_of(own)):
             raise Unfit(f"{x.shape} expand_dims to {tuple(shape)}")
         dims.append(own)
-    kept = tuple(row for row in x.padding if " of " not in row[0]) if tuple(dims) != x.dims else x.padding
-    return replace(x, dims=tuple(dims), padding=kept)
+    return replace(x, dims=tuple(dims), padding=without_sizes(x.padding))
 
 
 def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:
@@ -293,6 +300,8 @@ def lengthen_with_zeros(x: Tiles, dim: int, extra: int) -> Tiles:
     if not extra:
         return x
     made = lengthen_dim(x, dim, extra)
+    if not made.dims[dim]:
+        raise Unfit("one position where there was none")
     return replace(made, padding=tuple(sorted([*made.padding, (f"+{made.dims[dim][0][0]}", 0.0)])))
 
 

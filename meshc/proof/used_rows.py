@@ -117,6 +117,8 @@ def _over_one_group(target: Any) -> Form:
 
 
 def _spread(of: Evaluator, x: Tiles, dim: int, size: int, start: int, step: int) -> Tiles:
+    if x.shape[dim] == size:
+        return x
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     return _term(of, meshc.rows_spread.default, shape, x, dim, size, start, step)
 
