@@ -30,7 +30,7 @@ from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
 from meshc.proof.dispatched_rows import DispatchedRows
 from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeated
-from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, whole_sharding
+from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, shardings_of_shape, whole_sharding
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
@@ -356,7 +356,7 @@ class Erasure:
             return f"the rule of {ir.op_name(n)}: {refused}"
         if rule is None:
             return f"{ir.op_name(n)} has no rule, and runs on what is split"
-        guesses = self.types_of_results(n, index, sharding)
+        guesses = self.types_of_results(n, index, sharding, found)
         roots = [piece.root for piece in found.pieces] if isinstance(found, JoinedValues) else [found.root]
         leaves = [one for root in roots for one in self.traced.terms.tiles_in(root, self.traced.known.__contains__)]
         leaves += [one for one in (self.held[o] for o in node.all_input_nodes) if isinstance(one, Tiles)]
@@ -393,12 +393,16 @@ class Erasure:
                 return ""
         return why or f"it is not what the rule of {ir.op_name(n)} writes for it" + (f"; {other}" if other else "")
 
-    def types_of_results(self, n: Node, index: int, sharding: Sharding | None) -> list[Told]:
+    def types_of_results(self, n: Node, index: int, sharding: Sharding | None, line: Tiles | JoinedValues) -> list[Told]:
         """The shardings that types may say the results of a call have; for those of which no line speaks a guess, whose dims matter alone
         where no operand has them."""
         rows = records(n)
         if sharding is None:
-            return [tuple(whole_sharding(one.shape) for one in rows)]
+            whole = tuple(whole_sharding(one.shape) for one in rows)
+            if isinstance(line, JoinedValues) or len(rows[index].shape) != len(line.dims):
+                return [whole]
+            own = shardings_of_shape(rows[index].shape, line.shape, self.program.axis_sizes)
+            return [(*whole[:index], one, *whole[index + 1 :]) for one in own]
         found: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
         for at in range(len(rows)):
             types = self.types.get((n, at), [])

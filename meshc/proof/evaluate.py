@@ -51,6 +51,7 @@ from meshc.rules.elementwise import is_pointwise
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
+import os; DBG=os.environ.get("DBG")
 SAME: Final = {
     aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default,
     meshc.check_index.default, spmd.to_host, spmd.from_host,
@@ -325,12 +326,16 @@ class Evaluator:
         if not isinstance(count, Integer) or count.made[0] != "tile_count" or len(x.dims[dim]) > 1:
             return None
         _, size, counts, coordinates = count.made
-        rows = [one.axes(self.sizes) if isinstance(one, Integer) else None for one in coordinates]
+        split = dict(x.axes)
+        chunk = {chunks_of(axis)[0][0]: (axis,) for axis in split if is_of_chunks(axis)}
+        rows = [one.axes(self.sizes) if isinstance(one, Integer) else chunk.get(one) for one in coordinates]
         if any(row is None or len(row) != 1 for row in rows):
             return None
         axes = tuple(axis for row in rows if row for axis in row)
-        extents, split = tile_sizes(size, counts)[1:], dict(x.axes)
-        if [self.sizes[axis] for axis in axes] != [*counts] or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
+        extents = tile_sizes(size, counts)[1:]
+        fits = all(is_of_chunks(axis) or self.sizes[axis] == count for axis, count in zip(axes, counts, strict=True))
+        if DBG: print("M", x, size, counts, axes, extents, fits, {k:v for k,v in self.part_sizes.items() if k[0]==x.root})
+        if not fits or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
             return None
         if self.part_sizes.get((x.root, tuple((axis, split[axis]) for axis in axes))) != {size}:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +85,10 @@ class Facts:
         """How a value's dims may be made of parts: as types say, as they say of it in another shape, and as one part each."""
         yield from self._parts.get(value, ())
         for other in self._values.get(value.root, ()):
+            turned = len(other.dims) == len(value.dims) and all(dim in other.dims for dim in value.dims)
             for sharding in self._parts.get(other, ()):
+                if turned:
+                    yield Sharding(tuple(sharding.dims[other.dims.index(dim)] for dim in value.dims))
                 if (dims := regroup_parts([part for parts in sharding.dims for part in parts], value.shape)) is not None:
                     yield Sharding(dims)
         yield whole_sharding(value.shape)
@@ -115,6 +119,17 @@ def _with_cuts(part: Part, cuts: Sequence[str]) -> Part:
 def whole_sharding(shape: Sequence[int]) -> Sharding:
     """Of a value of which nothing is split, each dim a part."""
     return Sharding(tuple((Part(f"dim {at}", size),) for at, size in enumerate(shape)))
+
+
+def shardings_of_shape(shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]) -> list[Sharding]:
+    """Shardings in which a value may have a local shape, each dim split by one axis at most; the whole value, where an axis fits no dim."""
+    rows: list[list[tuple[str, ...]]] = []
+    for size, mine in zip(shape, local, strict=True):
+        rows.append([(axis,) for axis, count in sizes.items() if size != mine == -(-size // count)] or [()])
+    found = []
+    for axes in itertools.islice(itertools.product(*rows), 8):
+        found.append(Sharding(tuple((Part(f"dim {at}", size, own),) for at, (size, own) in enumerate(zip(shape, axes, strict=True)))))
+    return found
 
 
 def _units(value: Tiles, dim: int, parts: Parts) -> Iterator[tuple[int, Part, int]]:
