@@ -235,13 +235,16 @@ class Erasure:
             return self.fail(stage, node, why)
         if node.target is CHECK and not self.is_guard(node):
             return self.fail(stage, node, "it checks an index against bounds that no reader of it has")
-        if not isinstance(found, Tiles | JoinedValues):
+        if not isinstance(found, Tiles | JoinedValues) or isinstance(found, JoinedValues) and self.hint(node) is None:
+            self.proof.kinds["inside"] += 1
             return
         sharding, hint = record(node).sharding, self.hint(node)
         if sharding is None:
             return self.walk_untyped(stage, node, found, hint)
         values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
         values += self.facts.values_of(found.root) if isinstance(found, Tiles) else ()
+        if isinstance(found, Tiles) and found.root in self.traced.makers:
+            values.append(self.traced.values[self.traced.makers[found.root]])
         values += [made for one in values if one.shape != sharding.shape and (made := _in_shape(one, sharding.shape)) is not None]
         value = next((one for one in values if isinstance(found, Tiles) and is_value(one, sharding, found, self.sizes)), None)
         if value is not None:

@@ -27,7 +27,7 @@ from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operat
 from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops.state_rounding import IN_PLACE
-from meshc.proof import joined_values, moves, used_rows
+from meshc.proof import divided, joined_values, moves, used_rows
 from meshc.proof.chunks import chunks_of, is_of_chunks, name_of_chunks
 from meshc.proof.held import Held, Integer, JoinedValues, Several
 from meshc.proof.terms import TermTable, arguments
@@ -51,7 +51,6 @@ from meshc.rules.elementwise import is_pointwise
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-import os; DBG=os.environ.get("DBG")
 SAME: Final = {
     aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default,
     meshc.check_index.default, spmd.to_host, spmd.from_host,
@@ -99,6 +98,13 @@ class Evaluator:
     def call(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """What a call gives; `of`: what is known of its operands."""
         target = node.target
+        try:
+            if (on_ranks := divided.call(self, node, of)) is not None:
+                return on_ranks
+            if target is aten.stack.default:
+                return divided.stack(self, node, of)
+        except Unfit:
+            return self.opaque(node, of)
         if is_getitem(node):
             if node.args[0].target is used_rows.USED:  # type: ignore[union-attr]
                 return used_rows.item(self, node, of)
@@ -334,7 +340,6 @@ class Evaluator:
         axes = tuple(axis for row in rows if row for axis in row)
         extents = tile_sizes(size, counts)[1:]
         fits = all(is_of_chunks(axis) or self.sizes[axis] == count for axis, count in zip(axes, counts, strict=True))
-        if DBG: print("M", x, size, counts, axes, extents, fits, {k:v for k,v in self.part_sizes.items() if k[0]==x.root})
         if not fits or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
             return None
         if self.part_sizes.get((x.root, tuple((axis, split[axis]) for axis in axes))) != {size}:

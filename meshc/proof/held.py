@@ -46,4 +46,18 @@ class JoinedValues:
     merged: bool = False
 
 
-Held: TypeAlias = Tiles | Several | Integer | JoinedValues | int
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """What is another value on each rank along axes, in their order."""
+
+    axes: tuple[str, ...]
+    values: tuple[Held, ...]
+
+    def index(self, sizes: Mapping[str, int]) -> Integer:
+        """This rank's number among them."""
+        coordinates = tuple(Integer(("coordinate", axis)) for axis in self.axes)
+        counts = tuple(sizes[axis] for axis in self.axes)
+        return coordinates[0] if len(coordinates) == 1 else Integer(("tile_start", prod(counts), counts, coordinates))
+
+
+Held: TypeAlias = "Tiles | Several | Integer | JoinedValues | OfRank | int"

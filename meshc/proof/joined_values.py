@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.ir import operands as operands_of
 from meshc.ir import records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
-from meshc.proof import dispatched_rows
+from meshc.proof import dispatched_rows, divided
 from meshc.proof.chunks import chunks_of, is_of_chunks, plain_chunk
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.moves import Of
@@ -148,5 +148,5 @@ def _exchange_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> H
 
 _CALLS: Final[Mapping[Any, Callable[..., Held]]] = {
     aten.cat.default: _join, spmd.all_reduce: _reduce_joined, spmd.all_gather: _gather_joined, spmd.reduce_scatter: _scatter_joined,
-    aten.slice.Tensor: _slice_joined, **dict.fromkeys(spmd.OF_ROWS, _exchange_joined), **dict.fromkeys(RESHAPES, _reshape_joined),
+    aten.slice.Tensor: _slice_joined, **dict.fromkeys(spmd.OF_ROWS, _exchange_joined), **divided.JOINED, **dict.fromkeys(RESHAPES, _reshape_joined),
 }  # fmt: skip

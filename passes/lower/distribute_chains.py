@@ -139,7 +139,8 @@ class ChainGroup:
             elif narrow is None:
                 env[one.value] = self._distribute_operand(sources, one.value)
             else:
-                env[narrow] = self._distribute_operand(self._narrow_sources(sources, narrow), narrow)
+                casts = [_narrowed_first(chain.entering[place], chain) or narrow for chain in self.members]
+                env[narrow] = self._distribute_operand(self._narrow_sources(sources, casts), narrow)
         for node in model.nodes:
             if node not in env:
                 env[node] = self.graph.create_node(node.op, node.target, *map_arg((node.args, node.kwargs), env.__getitem__))
@@ -150,12 +151,13 @@ class ChainGroup:
             instead |= self._return_results(env[left.value], [chain.leaving[place].outside for chain in self.members])
         return instead
 
-    def _narrow_sources(self, sources: Sequence[Node], like: Node) -> list[Node]:
-        """Tiles cast to the narrower dtype in which a chain reads them."""
+    def _narrow_sources(self, sources: Sequence[Node], casts: Sequence[Node]) -> list[Node]:
+        """Tiles cast to the narrower dtype in which a chain reads them, as each chain's own cast does."""
         made: dict[Node, Node] = {}
-        for source in dict.fromkeys(sources):
+        for source, cast in dict(zip(sources, casts, strict=True)).items():
             self._begin(source, [source])
-            made[source] = self.build.emit(like.target, source, sharding=stored_sharding(source), dtype=like.kwargs["dtype"])
+            made[source] = self.build.emit(cast.target, source, sharding=stored_sharding(source), dtype=cast.kwargs["dtype"])
+            update(made[source], of=record(cast).of)
         return [made[source] for source in sources]
 
     def _distribute_operand(self, sources: Sequence[Node], value: Node) -> Node:
