@@ -20,12 +20,14 @@ from meshc.proof.tiles import Tiles, Unfit, in_home_order, of_size, tiles_of
 from meshc.proof.traced import TracedTerms
 from meshc.rules import in_any_order
 from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings, runs_of
-from meshc.rules.rule import Rule
+from meshc.rules.rule import Rule, Turns
 
 REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
 """What a rule raises that is asked for a lowering that it does not have."""
 MOST: Final = 64
 """Combinations of forms of a call's operands that are tried for one line."""
+MOST_PARTS: Final = 32
+"""Parts in which the rows of a recurrence may take turns."""
 Told = tuple[Sharding | None, ...]
 
 
@@ -46,6 +48,8 @@ class LoweringReplays:
         """Forms in which the operands of a traced call may be among what a line is made of, and the ways in which a rule may be lowered."""
         if not rule.rings:
             some = [LoweringWay(), *([LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.zigzag else [])]
+            if rule.steps is not None:
+                some += [LoweringWay(turns=Turns(letter, parts)) for parts in range(1, MOST_PARTS + 1) for letter in rule.steps.parts]
             yield from itertools.product(self._forms(rule, tensors, leaves), some)
             return
         at_home = list(dict.fromkeys(map(in_home_order, leaves)))
