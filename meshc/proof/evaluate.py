@@ -60,8 +60,11 @@ WITHOUT_WRITING: Final[Mapping[Any, Any]] = {twin: one for one, twin in IN_PLACE
 """Operator that writes its result into its first operand -> the one that returns it."""
 
 
-TOLD: Final[Mapping[Any, int]] = {meshc.bounded_choices.default: 6}
-"""Operator -> the place of an argument that only its messages name."""
+TOLD: Final[Mapping[Any, int]] = {
+    meshc.bounded_choices.default: 6, aten.convolution_backward.default: 10, aten.native_layer_norm_backward.default: 7,
+    aten.native_group_norm_backward.default: 8, aten.native_batch_norm_backward.default: 9,
+}  # fmt: skip
+"""Operator -> the place of an argument that changes no result: a name for messages, or which results are computed at all."""
 FILLS: Final[Mapping[Any, int]] = {
     aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1, aten.zeros.default: 0, aten.new_zeros.default: 0,
     aten.zeros_like.default: 0, aten.ones.default: 1, aten.new_ones.default: 1, aten.ones_like.default: 1,
@@ -108,6 +111,8 @@ class Evaluator:
         if is_getitem(node):
             if node.args[0].target is used_rows.USED:  # type: ignore[union-attr]
                 return used_rows.item(self, node, of)
+            if (piece := self.piece(node.args[0], node.args[1], of)) is not None:  # type: ignore[arg-type]
+                return piece
             several = of(node.args[0])  # type: ignore[arg-type]
             assert isinstance(several, Several)
             return self.root(records(node)[0].shape, "item", several.number, node.args[1])
@@ -128,6 +133,15 @@ class Evaluator:
         except Unfit:
             pass
         return self.opaque(node, of)
+
+    def piece(self, source: Node, index: int, of: Callable[[Node], Held]) -> Tiles | None:
+        """A result of a call that cuts a value into pieces; None of other calls."""
+        if source.target not in moves.SPLITS or not isinstance(x := of(source.args[0]), Tiles):  # type: ignore[arg-type]
+            return None
+        try:
+            return moves.item_of_split(self, x, source, index)
+        except Unfit:
+            return None
 
     def opaque(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """A call as a term."""

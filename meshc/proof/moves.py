@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -50,13 +51,53 @@ def _slice(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
     size = x.shape[dim]
     if (chunk := records(node)[0].chunk) is not None and x.root in of.known and (made := of.chunk(x, dim, start, end, chunk)) is not None:
         return made
-    if isinstance(start, Node) or isinstance(end, Node) or start % max(size, 1) or start and start >= size or given["step"] != 1:
-        raise Unfit("a slice from the middle")
-    end = size if end is None else max(0, end + size) if end < 0 else min(end, size)
-    if not end:
+    if isinstance(start, Node) or isinstance(end, Node):
+        raise Unfit("a slice that depends on the rank")
+    return slice_of(of, x, dim, start, size if end is None else end, given["step"])
+
+
+def slice_of(of: Evaluator, x: Tiles, dim: int, start: int, end: int, step: int = 1) -> Tiles:
+    """Positions of a dim: those from the start are the same root, others a term."""
+    size = x.shape[dim]
+    start, end = (max(0, one + size) if one < 0 else min(one, size) for one in (start, end))
+    if end <= start:
         raise Unfit("an empty slice")
-    made = narrow_dim(x, dim, end)
-    return made if made is x else replace(made, padding=tuple(row for row in made.padding if not row[0].startswith("+")))
+    if not start and step == 1:
+        with contextlib.suppress(Unfit):
+            made = narrow_dim(x, dim, end)
+            return made if made is x else replace(made, padding=tuple(row for row in made.padding if not row[0].startswith("+")))
+    shape = (*x.shape[:dim], -(-(end - start) // step), *x.shape[dim + 1 :])
+    return of.root(shape, "slice", x, dim, start, end, step)
+
+
+def _select(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
+    given = named_arguments(node)
+    dim, index = given["dim"] % len(x.dims), given["index"]
+    if isinstance(index, Node):
+        raise Unfit("a row that depends on the rank")
+    return row_of(of, x, dim, index % x.shape[dim])
+
+
+def row_of(of: Evaluator, x: Tiles, dim: int, index: int) -> Tiles:
+    return reshape_dims(slice_of(of, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def item_of_split(of: Evaluator, x: Tiles, node: Node, index: int) -> Tiles | None:
+    """A result of a call that cuts a value into pieces; None for other calls."""
+    given = named_arguments(node) if node.target in SPLITS else {}
+    if not given:
+        return None
+    dim = given["dim"] % len(x.dims)
+    if node.target is aten.unbind.int:
+        return row_of(of, x, dim, index)
+    sizes = given["split_size"] if node.target is aten.split.Tensor else given["split_sizes"]
+    if isinstance(sizes, list | tuple):
+        start = sum(sizes[:index])
+        return slice_of(of, x, dim, start, start + sizes[index])
+    return slice_of(of, x, dim, index * sizes, (index + 1) * sizes)
+
+
+SPLITS: Final = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
 
 def _pad(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
@@ -92,7 +133,7 @@ MOVES: Final[Mapping[Any, Move]] = {
         (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints), _of_shape
     ),
     aten.permute.default: _permute, aten.transpose.int: _transpose, aten.t.default: _transpose, aten.expand.default: _expand,
-    aten.slice.Tensor: _slice, aten.constant_pad_nd.default: _pad,
+    aten.slice.Tensor: _slice, aten.select.int: _select, aten.constant_pad_nd.default: _pad,
     **{
         function: _spmd(function.__name__) for function in (
             spmd.all_reduce, spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, spmd.to_zigzag, spmd.from_zigzag,

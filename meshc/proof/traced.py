@@ -90,10 +90,9 @@ class TracedTerms:
         found = self._evaluator.call(node, held.__getitem__)
         if isinstance(found, Several):
             for index, record in enumerate(records(node)):  # results that nothing in the graph reads, too
-                number = self.terms.number("item", found.number, index)
-                self.numel[number] = prod(record.shape)
-                self.values[node, index] = Tiles(number, dims_of_shape(record.shape))
-                self.known.add(number)
+                piece = self._evaluator.piece(node, index, held.__getitem__)
+                self.values[node, index] = piece or self._evaluator.root(record.shape, "item", found.number, index)
+                self.known.add(self.values[node, index].root)
         return found
 
     def sum_of(self, values: Sequence[Tiles], dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tiles:
