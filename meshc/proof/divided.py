@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def stack(of: Evaluator, node: Node, held: Of) -> JoinedValues:
-    pieces = [held(one) for one in node.args[0]]  # type: ignore[arg-type, union-attr]
-    if of.traced or named_arguments(node)["dim"] or not all(isinstance(one, Tiles) for one in pieces):
+    given: list[Any] = [held(one) for one in node.args[0]]  # type: ignore[arg-type, union-attr]
+    if of.traced or named_arguments(node)["dim"] or not all(isinstance(one, Tiles) for one in given):
         raise Unfit("a stack of other kinds")
-    return JoinedValues(0, tuple(reshape_dims(one, (1, *one.shape)) for one in pieces))  # type: ignore[union-attr]
+    return JoinedValues(0, tuple(reshape_dims(one, (1, *one.shape)) for one in given))
 
 
 def _to_ranks(of: Evaluator, x: JoinedValues, axes: Sequence[str], dtype: torch.dtype | None) -> OfRank:

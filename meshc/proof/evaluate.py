@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from meshc.ir import KEY, is_getitem, records, spmd
 from meshc.ir.reductions import REDUCTIONS
+from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import ZIGZAG, tile_sizes
 from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operators
 from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
@@ -65,6 +66,17 @@ TOLD: Final[Mapping[Any, int]] = {
     aten.native_group_norm_backward.default: 8, aten.native_batch_norm_backward.default: 9,
 }  # fmt: skip
 """Operator -> the place of an argument that changes no result: a name for messages, or which results are computed at all."""
+MAXIMUM: Final = 2
+"""The mode of bags whose backward reads which rows were the largest."""
+
+
+def _place_without_effect(node: Node) -> int | None:
+    """The place of an argument that changes no result of a call."""
+    if node.target is aten._embedding_bag_backward.default:
+        return 5 if named_arguments(node)["mode"] != MAXIMUM else None
+    return TOLD.get(node.target)
+
+
 FILLS: Final[Mapping[Any, int]] = {
     aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1, aten.zeros.default: 0, aten.new_zeros.default: 0,
     aten.zeros_like.default: 0, aten.ones.default: 1, aten.new_ones.default: 1, aten.ones_like.default: 1,
@@ -147,7 +159,8 @@ class Evaluator:
         """A call as a term."""
         if (repeated := self._repeat_result(node, of)) is not None:
             return repeated
-        args = node.args if (told := TOLD.get(node.target)) is None else (*node.args[:told], *node.args[told + 1 :])
+        at = _place_without_effect(node)
+        args = node.args if at is None else (*node.args[:at], *node.args[at + 1 :])
         key = WITHOUT_WRITING.get(node.target, node.target), arguments(args, of), arguments(node.kwargs, of)
         if isinstance(node.meta[KEY], tuple):
             return Several(self.terms.number("call", *key))

@@ -147,6 +147,7 @@ def _exchange_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> H
 
 
 _CALLS: Final[Mapping[Any, Callable[..., Held]]] = {
+    **divided.JOINED,
     aten.cat.default: _join, spmd.all_reduce: _reduce_joined, spmd.all_gather: _gather_joined, spmd.reduce_scatter: _scatter_joined,
-    aten.slice.Tensor: _slice_joined, **dict.fromkeys(spmd.OF_ROWS, _exchange_joined), **divided.JOINED, **dict.fromkeys(RESHAPES, _reshape_joined),
+    aten.slice.Tensor: _slice_joined, **dict.fromkeys(spmd.OF_ROWS, _exchange_joined), **dict.fromkeys(RESHAPES, _reshape_joined),
 }  # fmt: skip

@@ -121,7 +121,9 @@ class LoweringReplays:
             return [None if x is None else held[x] for x in made]
         found = held[made]
         if isinstance(found, Several):
-            return [self._evaluator.root(one.shape, "item", found.number, i) for i, one in enumerate(records(made))]
+            pieces = [self._evaluator.piece(made, i, held.__getitem__) for i in range(len(records(made)))]
+            roots = (self._evaluator.root(one.shape, "item", found.number, i) for i, one in enumerate(records(made)))
+            return [root if piece is None else piece for piece, root in zip(pieces, roots, strict=True)]
         return [found]
 
 
@@ -131,7 +133,9 @@ def _without_names(sharding: Sharding) -> object:
     return dims, frozenset(sharding.partial)
 
 
-def _fitting(rule: Rule, rows: Sequence[Sequence[Form]], chosen: tuple[Form, ...], letters: dict[str, object]) -> Iterator[tuple[Form, ...]]:
+def _fitting(
+    rule: Rule, rows: Sequence[Sequence[Form]], chosen: tuple[Form, ...], letters: dict[str, object]
+) -> Iterator[tuple[Form, ...]]:
     """Combinations of a form of each operand whose letters are split alike."""
     at = len(chosen)
     if at == len(rows):
