@@ -7,13 +7,15 @@
     meshc explain model.py:build lm_head.weight --mesh dp=2,tp=2         why it lies as it does, and what else it could
     meshc diff ddp fsdp --model model.py:build --mesh dp=4               what two plans, or two saved programs, differ in
     meshc verify llama.meshc --model model.py:build
+    meshc prove llama.meshc                                              that what each rank runs is the traced graph, at full size
     torchrun --nproc-per-node 4 -m meshc run llama.meshc --inputs x.safetensors --outputs out/
     torchrun --nproc-per-node 4 -m meshc run train.meshc --inputs 0.safetensors 1.safetensors --outputs out/ --save-state state/
     meshc calibrate                                                      measure this machine; under torchrun its links too
     meshc doctor                                                         what of this machine works, what is missing, what to do
 
 `model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
-`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile`, `plan`, `explain`, `diff` and `verify` run that file;
+`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile`, `plan`, `explain`, `diff`, `verify` and `prove`
+run that file;
 nothing in a saved program is executed or unpickled.
 """
 
@@ -28,7 +30,7 @@ from types import ModuleType
 from typing import Final
 
 from meshc import environment
-from meshc.commands import calibrate, compile, diff, doctor, explain, plan, report, run, show, verify
+from meshc.commands import calibrate, compile, diff, doctor, explain, plan, prove, report, run, show, verify
 from meshc.commands.target import harmless
 from meshc.errors import MeshcError
 
@@ -40,11 +42,12 @@ COMMANDS: Final[dict[str, tuple[ModuleType, str]]] = {
     "explain": (explain, "why a parameter lies, or an operator is split, as it is; what else it could be, and at which price"),
     "diff": (diff, "what two plans for a model, or two saved programs, differ in"),
     "verify": (verify, "compare a saved program with its model, all ranks simulated in this process"),
+    "prove": (prove, "prove that a saved program is its traced graph, at full size, without running either"),
     "run": (run, "run a saved program; under torchrun, one process a rank"),
     "calibrate": (calibrate, "measure this machine for predicted times; under torchrun, its links too"),
     "doctor": (doctor, "versions, devices, processes that reach each other: what works, what is missing, what to do"),
 }
-READ_PROGRAMS: Final = ("show", "report", "diff", "verify", "run")
+READ_PROGRAMS: Final = ("show", "report", "diff", "verify", "prove", "run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

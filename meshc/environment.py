@@ -1,7 +1,7 @@
 """Settings from environment variables, which no other file reads.
 
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.dump)
-    MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
+    MESHC_VERIFY=1      prove the program after each pass, and name the pass that broke it; `values` simulates all ranks instead
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
     MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.run.recorder)
@@ -71,14 +71,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "meshc")
 
 
-def verifying() -> bool:
-    """Whether the program is simulated after each pass."""
-    return _is_on(VERIFY)
+def verifying() -> str:
+    """How the program is verified after each pass: `proof`, `values`, or not at all."""
+    value = _word(VERIFY)
+    if value not in ("", "0", "1", "values"):
+        raise PlanError(f"{VERIFY}={value} is not known: use 1 or values, or leave it out")
+    return "proof" if value == "1" else value.strip("0")
 
 
 def watching() -> bool:
     """Whether anything is to be done after each pass: a log, a dump, a check."""
-    return bool(log_level()) or dump_folder() is not None or verifying()
+    return bool(log_level()) or dump_folder() is not None or bool(verifying())
 
 
 def log_level() -> str:
@@ -164,10 +167,3 @@ def _path(name: str) -> Path | None:
 
 def _word(name: str) -> str:
     return os.environ.get(name, "").strip().lower()
-
-
-def _is_on(name: str) -> bool:
-    value = _word(name)
-    if value not in ("", "0", "1"):
-        raise PlanError(f"{name}={value} is not known: use 1, or leave it out")
-    return value == "1"

@@ -14,9 +14,11 @@ import torch
 import meshc
 from meshc import environment
 from meshc.errors import PlanError, VerifyError
+from meshc.ir import spmd
 from meshc.passes import pipeline
 from meshc.passes.driver import hooks
 from meshc.passes.driver.compile_program import compile_program
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import NAMES
 from meshc.text import printer
@@ -127,7 +129,7 @@ def recompiled(program: meshc.Program, checks: Checks) -> None:
 
 def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled()
-    monkeypatch.setenv(environment.VERIFY, "1")
+    monkeypatch.setenv(environment.VERIFY, "values")
     recompiled(program, checks := Checks())
     assert checks.seen == [
         "capture: calls", "raise: calls", "differentiate: graph", "update: graph", "partition: program", "microbatch: program",
@@ -138,6 +140,29 @@ def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(mon
     assert checks.seen[-1] == "partition: program"
     with pytest.raises(VerifyError, match="after the pass collectives .*\n  RuntimeError: mat1"):
         recompiled(program, Checks("collectives", RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+
+
+def test_programs_of_ranks_are_proved_after_each_pass_and_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: a reduction over all ranks becomes one over none."""
+    program = compiled()
+    monkeypatch.setenv(environment.VERIFY, "1")
+    recompiled(program, checks := Checks())
+    assert checks.seen == ["capture: calls", "raise: calls", "differentiate: graph", "update: graph"]
+
+    def broken(lowered: LoweredProgram) -> LoweredProgram:
+        graph = lowered.stages["main"].graph
+        lost = next(node for node in graph.nodes if node.target is spmd.all_reduce)
+        lost.replace_all_uses_with(lost.args[0])
+        graph.erase_node(lost)
+        return lowered
+
+    passes = tuple(replace(each, run=broken) if each.name == "collectives" else each for each in pipeline.LOWER)
+    monkeypatch.setattr(pipeline, "LOWER", passes)
+    with pytest.raises(VerifyError, match=r"after the pass collectives (?s:.*)not proved: main: (?s:.*)it should be: (?s:.*)VERIFY=values"):
+        recompiled(program, Checks())
+    monkeypatch.setenv(environment.VERIFY, "")
+    proof = compiled().prove()
+    assert not proof.holds and "\n  made by: the pass collectives\n" in str(proof)
 
 
 def test_a_fault_of_a_pass_over_the_joint_graph_is_that_pass_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[
     except (ArtifactError, NotPlainData) as error:
         why, data = str(error), b""
     told = replace(read, why=why).to_json() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
-    told["verifies"] = environment.verifying()
+    told["verifies"] = bool(environment.verifying())
     compare.send(board, turn, json.dumps(told).encode() + b"\n" + data)
     if why:
         warnings.warn(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshc.api import compile, verification
-from meshc.commands.target import load_program, load_target
+from meshc.commands.target import Target, load_program, load_target
 from meshc.errors import PlanError, VerifyError
 from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.train_step import TrainStep
@@ -33,18 +33,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     saved = load_program(options.path, options)
-    what, args, kwargs = load_target(options.model)
-    if (saved.mode == "step") != isinstance(what, TrainStep):
-        kinds = ("a training step", "a module or function")
-        said, given = kinds if saved.mode == "step" else kinds[::-1]
-        raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
-    mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
+    program = compile_as_saved(saved, options.path, load_target(options.model), options.model)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
-        asked = options_of(saved)
-        program = compile.compile(
-            what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
-            backend=saved.backend, options=asked,
-        )  # fmt: skip
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
@@ -52,6 +42,21 @@ def run(options: argparse.Namespace) -> None:
             report = verify_as_it_stands(saved, program, options.dtype == "float64")
             print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
     print(report)
+
+
+def compile_as_saved(saved: PlainProgram, path: str, target: Target, name: str) -> compile.Program:
+    """What a target compiles to now, under the plan and options of a saved program. `path`, `name`: of both in messages."""
+    what, args, kwargs = target
+    if (saved.mode == "step") != isinstance(what, TrainStep):
+        kinds = ("a training step", "a module or function")
+        said, given = kinds if saved.mode == "step" else kinds[::-1]
+        raise PlanError(f"{path} is {said}, but {name} returns {given}")
+    mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
+    with torch.no_grad() if saved.mode == "forward" else nullcontext():
+        return compile.compile(
+            what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
+            backend=saved.backend, options=options_of(saved),
+        )  # fmt: skip
 
 
 def options_of(saved: PlainProgram) -> Options:

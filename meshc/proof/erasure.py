@@ -489,6 +489,6 @@ def _difference(found: Sharding, told: Sharding) -> str:
     return ""
 
 
-def prove(program: PlainProgram, traced: Stage) -> ProgramProof:
+def erase(program: PlainProgram, traced: Stage) -> ProgramProof:
     """The proof of a program against its traced graph, under the same keys, or what of it is not proved."""
     return Erasure(program, TracedTerms(traced, {port.key: port.shape for port in program.inputs})).run()

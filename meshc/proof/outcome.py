@@ -39,6 +39,7 @@ class ProgramProof:
     failures  lines that are not proved, in order
     trusted   number of lines that take the rule and the lowering of an operator as they are, by operator
     seconds   that it took
+    made_by   the pass behind which the first line is not proved; "" if nobody has looked
     """
 
     mesh: str
@@ -49,6 +50,7 @@ class ProgramProof:
     trusted: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     sizes: str = ""
+    made_by: str = ""
 
     @property
     def holds(self) -> bool:
@@ -57,7 +59,8 @@ class ProgramProof:
     def __str__(self) -> str:
         if not self.holds:
             more = f"\n{len(self.failures) - 1} more lines are not proved" if len(self.failures) > 1 else ""
-            return f"not proved: {self.failures[0]}{more}\n  {ADVICE}"
+            made_by = f"\n  made by: the pass {self.made_by}" if self.made_by else ""
+            return f"not proved: {self.failures[0]}{made_by}{more}\n  {ADVICE}"
         at = f", at {self.sizes}," if self.sizes else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         what = f"proved: {self.lines} lines of a rank on {self.mesh}{at} are the traced graph's {self.values} values"

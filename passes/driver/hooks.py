@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -15,16 +16,19 @@ from meshc import environment
 from meshc.errors import VerifyError
 from meshc.frontend.capture import TorchGraph
 from meshc.ir import spmd
-from meshc.passes.driver.compile_program import whole_view
+from meshc.passes.driver.compile_program import compile_program, whole_view
 from meshc.passes.dump import dumper
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import GROW
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
+from meshc.proof.outcome import ProgramProof
+from meshc.proof.prove import prove
 from meshc.text.printer import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()
@@ -58,7 +62,7 @@ def hook(checker: Checker) -> Hook | None:
     if folder is not None:
         wanted.append(dumper(_next_folder(folder)))
     if environment.verifying():
-        wanted.append(_verifier(checker))  # last, so that a refused program is on disk
+        wanted.append(_verifier(checker, environment.verifying() == "proof"))  # last, so that a refused program is on disk
     if not wanted:
         return None
 
@@ -76,8 +80,9 @@ def _next_folder(folder: Path) -> Path:
     return folder if _dumped[key] == 1 else folder / str(_dumped[key])
 
 
-def _verifier(checker: Checker) -> Hook:
-    """Hook that checks the program after each pass that has changed it, so that an error names the right pass."""
+def _verifier(checker: Checker, by_proof: bool) -> Hook:
+    """Hook that checks the program after each pass that has changed it, so that an error names the right pass. With `by_proof` programs of
+    ranks are proved; graphs are compared by their values in any case."""
     checked = ""
 
     def verify(name: str, phase: CompilationPhase) -> None:
@@ -88,7 +93,9 @@ def _verifier(checker: Checker) -> Hook:
         if text in ("", checked):
             return  # unchanged
         try:
-            if isinstance(phase, LoweredProgram):
+            if isinstance(phase, LoweredProgram) and by_proof:
+                _refuse_unproved(phase)
+            elif isinstance(phase, LoweredProgram):
                 checker.check_program(name, phase.as_program(), phase.parts)
             elif isinstance(phase, PlacedModel | TracedModel) and (joint := phase.joint) is not None:
                 checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
@@ -100,6 +107,43 @@ def _verifier(checker: Checker) -> Hook:
         checked = text
 
     return verify
+
+
+def _refuse_unproved(phase: LoweredProgram) -> None:
+    """Raises VerifyError where a program is not proved, as far as it is lowered."""
+    proof = _proof(phase)
+    if proof is not None and not proof.holds:
+        raise VerifyError(f"{proof}\n  or: MESHC_VERIFY=values compares the numbers after each pass")
+
+
+def _proof(phase: CompilationPhase) -> ProgramProof | None:
+    """The proof that the program of each rank, as far as it is lowered, is the traced graph; None before there is one, and of a program in
+    microbatches until these are stages with a schedule."""
+    if not isinstance(phase, LoweredProgram):
+        return None
+    program, joint = phase.as_program(), phase.joint
+    if not program.schedule and program.pipeline is None and program.microbatches > 1:
+        return None
+    return prove(replace(program, dynamic=phase.placed.traced.dynamic), joint.as_stage(), joint.constants)
+
+
+class _FirstUnproved(Exception):
+    """Ends a compilation behind the pass that its argument names."""
+
+
+def first_unproved_pass(request: Request) -> str:
+    """The pass behind which the program of a request is no longer proved, found by compiling it again; "" if none is."""
+
+    def hook(name: str, phase: CompilationPhase) -> None:
+        proof = _proof(phase)
+        if proof is not None and not proof.holds:
+            raise _FirstUnproved(name)
+
+    try:
+        compile_program(request, hook)
+    except _FirstUnproved as found:
+        return str(found)
+    return ""
 
 
 def _begin_whole(checker: Checker, phase: CompilationPhase) -> None:

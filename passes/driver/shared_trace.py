@@ -151,7 +151,7 @@ def _with_sizes(request: Request, dims: DynamicDims, sizes: Mapping[str, int]) -
 def _may_share(request: Request) -> bool:
     """Whether the sizes of `request` may be left open: not if the user leaves some open, if the trace is of a part of the batch or counts
     tokens, or if dumps or verification show the passes."""
-    watched = environment.dump_folder() is not None or environment.verifying()
+    watched = environment.dump_folder() is not None or bool(environment.verifying())
     counts = request.options.experts.bound is not None or request.options.experts.capacity is not None
     return not (watched or counts or request.dynamic or mean_of_parts.means(request) or LENGTH in request.kwargs)
 

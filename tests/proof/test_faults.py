@@ -14,7 +14,7 @@ from torch.fx import Node
 from meshc.ir import record, records, spmd
 from meshc.ir.graph import call, copy_graph, output_of
 from meshc.program.program import PlainProgram, Port, Stage
-from meshc.proof.erasure import prove
+from meshc.proof.erasure import erase
 from tests.golden.cases import CASES, gpt, train
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -258,12 +258,12 @@ def test_planted_faults_are_refused(name: str) -> None:
     plant(edit)
     for stage in edit.program.stages.values():
         stage.graph.lint()
-    assert not prove(edit.program, traced).holds
+    assert not erase(edit.program, traced).holds
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_bases_are_proved(name: str) -> None:
     program, traced = base(name)
-    assert prove(program, traced).holds
+    assert erase(program, traced).holds
 
 
