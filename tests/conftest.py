@@ -1,7 +1,7 @@
 """Settings of all tests: properties are tried on the same examples in every run, and none of them is judged by the clock. What
 `meshc calibrate` has measured on a developer's machine plays no part. Python looks for garbage rarely, and never among what was imported
 before the first test: each look went through two million objects, and there were some in every test. Between two looks there may be some
-100 MB of it."""
+100 MB of it. Each program that a test compiles is proved (tests/proving.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from hypothesis import HealthCheck, settings
 
 from meshc.ops.implementations import register_operators
 from tests import budget
+from tests.proving import PROOFS, prove_all
 
 settings.register_profile("meshc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meshc")
 
 os.environ["MESHC_DEVICES"] = os.devnull
 register_operators()  # tests name them as torch.ops.meshc
+prove_all()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -38,6 +40,12 @@ def _has_mark(path: Path, mark: str) -> bool:
     if path.is_dir():
         return any(_has_mark(file, mark) for file in path.rglob("test_*.py"))
     return f"mark.{mark}" in path.read_text()
+
+
+@pytest.fixture(autouse=True)
+def proofs(request: pytest.FixtureRequest) -> None:
+    """Programs of a test are proved, unless it is marked `unproved`."""
+    PROOFS.wanted = request.node.get_closest_marker("unproved") is None
 
 
 def pytest_collection_finish() -> None:

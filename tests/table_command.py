@@ -7,7 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from tests.proving import prove_all
+
 Cell = TypeVar("Cell")
+prove_all()
 
 
 def command(module: str, doc: str | None, cells: str = "cells") -> argparse.ArgumentParser:

@@ -152,8 +152,12 @@ class Erasure:
                 self.proof.lines += 1
                 if spmd.joins_stages(node):
                     yield node
-                else:
+                    continue
+                try:
                     self.walk_line(stage, node)
+                except REFUSED as error:
+                    self.held[node] = self.evaluator.root(records(node)[0].shape if records(node) else (), "not taken", node.name)
+                    self.fail(stage, node, f"the proof cannot take it: {type(error).__name__} {error}")
         for key, node in stage.results().items():
             before = self.keyed.get(key)
             if before not in (None, self.held[node]) and not ir.is_integer(node):

@@ -135,7 +135,7 @@ def shardings_of_shape(shape: Sequence[int], local: Sequence[int], sizes: Mappin
 def _units(value: Tiles, dim: int, parts: Parts) -> Iterator[tuple[int, Part, int]]:
     """(place, part, how far apart its positions are) for the parts of a dim."""
     unit = extent_of(value.dims[dim])
-    for place, part in enumerate(parts):
+    for place, part in enumerate(parts) if unit else ():
         unit //= part.size
         try:
             yield place, part, stride_within(value.dims[dim], unit)

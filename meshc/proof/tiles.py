@@ -166,7 +166,7 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
     for parts, own in zip(sharding.dims, value.dims, strict=True):
         if prod(part.size for part in parts) != extent_of(own):
             raise Unfit(f"{extent_of(own)} positions as {' * '.join(map(str, parts))}")
-        if not any(part.axes for part in parts):
+        if not any(part.axes for part in parts) or not extent_of(own):
             dims.append(own)
             continue
         found: list[Digit] = []

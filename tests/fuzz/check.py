@@ -23,22 +23,23 @@ from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
 from meshc.passes.driver import compile_program
-from meshc.passes.driver.compile_program import finish
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram
+from meshc.proof.prove import prove
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.text.parse import parse_stage
 from meshc.text.printer import print_stage, side_table
 from tests.fuzz.case import PLAIN, Case, How
 from tests.fuzz.sketch import Sketch, module
+from tests.proving import finish
 
 LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: equal, refused (with a stated error), unlike (the wrong numbers), broken (any other error).
+    """kind: equal, refused (with a stated error), unlike (the wrong numbers), unproved (the right ones), broken (any other error).
 
     cause  of an error: its class and the function of meshc in which it arose
     """
@@ -49,7 +50,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return self.kind in ("unlike", "broken")
+        return self.kind in ("unlike", "unproved", "broken")
 
     @property
     def sort(self) -> str:
@@ -111,7 +112,11 @@ class Captured:
             return Outcome("unlike", str(unlike), "VerifyError")
         except Exception as error:
             return Outcome("broken", _said(traceback.format_exc()), _cause(error))
-        return Outcome("equal") if report.ok else Outcome("unlike", _worst(report), "numbers")
+        if not report.ok:
+            return Outcome("unlike", _worst(report), "numbers")
+        assert program.traced is not None
+        proof = prove(program, program.traced.stage, program.constants)
+        return Outcome("equal") if proof.holds else Outcome("unproved", str(proof), "meshc.proof")
 
     def _compare(self, program: PlainProgram, report: verification.Report) -> None:
         parameters: nn.Module = self.reference.module
