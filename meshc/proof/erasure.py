@@ -188,7 +188,7 @@ class Erasure:
             made = self.traced.sums_of_parts.get(value)
             if made is not None and how == "sum" and all(one == "sum" for _, one in x.partial):
                 for fact in self.facts.of(x, value):
-                    tiles = tiles_of(made, fact.sharding, self.sizes)
+                    tiles = replace(tiles_of(made, fact.sharding, self.sizes), padding=_zeros_of(x))
                     self.facts.add(tiles, Fact(made, fact.sharding))
                     return tiles
         return self.evaluator.all_reduce(x, (MICROBATCH,), how)
@@ -256,6 +256,8 @@ class Erasure:
             before = {one.root for x in node.all_input_nodes if isinstance(one := self.held.get(x), Tiles)}
             self.know(node, found, Fact(value, sharding), "moved" if found.root in before else "computed whole")
         elif is_sum(node) and self.prove_sum(node, sharding) or self.prove_fill(node, found, sharding):
+            return
+        elif isinstance(found, Tiles) and self.prove_part(node, found, sharding, values):
             return
         else:
             why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
@@ -340,13 +342,26 @@ class Erasure:
         self.held[node] = tiles
         return self.know(node, tiles, Fact(value, sharding), "sum")
 
+    def prove_part(self, node: Node, found: Tiles, sharding: Sharding, values: Sequence[Tiles]) -> bool:
+        """Whether a line is one microbatch's own of a sum that the traced graph says is of all."""
+        own = replace(sharding, partial=tuple(row for row in sharding.partial if row != (MICROBATCH, "sum")))
+        if own == sharding:
+            return False
+        for value in values:
+            made = self.traced.sums_of_parts.get(value)
+            if made is not None and is_value(value, own, found, self.sizes):
+                tiles = self.held[node] = replace(tiles_of(made, sharding, self.sizes), padding=_zeros_of(found))
+                return self.know(node, tiles, Fact(made, sharding), "moved")
+        return False
+
     def prove_fill(self, node: Node, found: Tiles | JoinedValues, sharding: Sharding) -> bool:
         """Whether a line is one number in every place: so it is, however it is split; zeros are also what sums are added up from."""
         number = self.evaluator.filled_with(found.root) if isinstance(found, Tiles) else None
         if number is None or isinstance(found, JoinedValues) or any(how != "sum" or number for _, how in sharding.partial):
             return False
         value = repeated(found.root, sharding.shape)
-        tiles = self.held[node] = tiles_of(value, sharding, self.sizes)
+        tiles = tiles_of(value, sharding, self.sizes)
+        self.held[node] = tiles
         return tiles.dims == found.dims and self.know(node, tiles, Fact(value, sharding), "filled")
 
     # --------------------------------------------------------------------------------------------------------------- lowerings
@@ -470,6 +485,11 @@ class Erasure:
                 new[row[place]] = tiles_of(fact.value, fact.sharding, self.sizes), fact
             return ""
         return f"no traced update takes {', '.join(map(str, row[1:]))}"
+
+
+def _zeros_of(x: Tiles) -> tuple[tuple[str, float], ...]:
+    """What is known of padding that holds zeros, which stay zeros in a sum."""
+    return tuple(row for row in x.padding if row[1] == 0.0)
 
 
 def _in_shape(value: Tiles, shape: Sequence[int]) -> Tiles | None:

@@ -97,7 +97,8 @@ class Facts:
 def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str, int]) -> bool:
     """Whether tiles are a value in a sharding."""
     try:
-        return tiles_of(value, sharding, sizes).like(tiles)
+        wanted = tiles_of(value, sharding, sizes)
+        return wanted.like(tiles) or 0 in wanted.shape and (wanted.root, wanted.shape) == (tiles.root, tiles.shape)
     except Unfit:
         return False
 

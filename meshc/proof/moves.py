@@ -123,11 +123,16 @@ def _spmd(name: str) -> Move:
         rest = [value(argument) if isinstance(argument, Node) else argument for argument in node.args[1:]]
         if spmd.joins_stages(node):
             raise Unfit("stages meet")
+        if name in OF_ELEMENTS and of.filled_with(x.root) is not None and not x.partial:
+            if name != "shard" or x.shape[node.args[1]] % node.args[2] == 0:  # type: ignore[index, operator]
+                return expand_dims(Tiles(x.root, ()), records(node)[0].shape)
         return getattr(of, name)(x, *rest)
 
     return move
 
 
+OF_ELEMENTS: Final = ("all_gather", "all_to_all", "ring_shift", "to_zigzag", "from_zigzag", "shard")
+"""Collectives and tiles whose result is made of elements of their operands on some rank."""
 MOVES: Final[Mapping[Any, Move]] = {
     **dict.fromkeys(
         (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints), _of_shape

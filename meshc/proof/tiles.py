@@ -138,6 +138,8 @@ def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:
     rest = [digit for dim in dims for digit in dim]
     if prod(shape) != prod(extent for _, extent in rest):
         raise Unfit(f"{shape} for {[*map(extent_of, dims)]}")
+    if not prod(shape):
+        return dims_of_shape(shape)
     found: list[Dim] = []
     for size in shape:
         taken, kept = major_digits(rest, size)
@@ -161,12 +163,15 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
     """The tiles that a rank has of a whole value, by a sharding of it. Raises Unfit."""
     if len(sharding.dims) != len(value.dims):
         raise Unfit(f"a sharding of {len(sharding.dims)} dims for {len(value.dims)}")
+    if 0 in value.shape:
+        local = [prod(tiles_of_part(part, 1, sizes)[0][1] for part in parts) for parts in sharding.dims]
+        return Tiles(value.root, dims_of_shape(local), partial=tuple(sorted(sharding.partial)))
     dims: list[Dim] = []
     axes = dict(value.axes)
     for parts, own in zip(sharding.dims, value.dims, strict=True):
         if prod(part.size for part in parts) != extent_of(own):
             raise Unfit(f"{extent_of(own)} positions as {' * '.join(map(str, parts))}")
-        if not any(part.axes for part in parts) or not extent_of(own):
+        if not any(part.axes for part in parts):
             dims.append(own)
             continue
         found: list[Digit] = []
