@@ -8,7 +8,7 @@ from meshc.errors import VerifyError
 from meshc.passes.driver import compile_program as driver
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.program import PlainProgram
-from meshc.proof.prove import prove
+from meshc.proof.program_proof import prove
 
 
 @dataclass

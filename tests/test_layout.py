@@ -209,7 +209,7 @@ def test_what_is_installed_is_whole_and_has_no_tool_of_development(installed: Pa
     tops = {path.name for path in installed.iterdir()}
     assert "meshc" in tops and all(name == "meshc" or name.endswith(".dist-info") for name in tops), tops
     assert sorted(path.name for path in (installed / "meshc/testing").iterdir()) == [
-        "__init__.py", "brute_force.py", "prove.py", "rank_tiles.py",
+        "__init__.py", "brute_force.py", "rank_tiles.py", "rule_proof.py",
     ]  # fmt: skip
     there = {str(path.relative_to(installed)) for path in installed.rglob("*.py")}
     assert {file for _, file in modules_as_imported()} <= there

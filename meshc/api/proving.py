@@ -11,7 +11,7 @@ import torch
 
 from meshc.lazy_module import LazyModule
 from meshc.proof.outcome import ProgramProof
-from meshc.proof.prove import prove
+from meshc.proof.program_proof import prove
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:

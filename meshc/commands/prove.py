@@ -7,7 +7,7 @@ import argparse
 from meshc.commands.target import load_program, load_target
 from meshc.commands.verify import compile_as_saved
 from meshc.errors import ArtifactError, VerifyError
-from meshc.proof.prove import prove
+from meshc.proof.program_proof import prove
 
 
 def arguments(command: argparse.ArgumentParser) -> None:

@@ -27,10 +27,10 @@ from meshc.proof.held import Held, Integer, JoinedValues
 from meshc.proof.tiles import Tiles, fuse_digits
 
 if TYPE_CHECKING:
+    from meshc.proof.compacted_rows import UsedRows
     from meshc.proof.evaluate import Evaluator
     from meshc.proof.moves import Of
     from meshc.proof.traced import TracedTerms
-    from meshc.proof.used_rows import UsedRows
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 READERS: Final[Mapping[Any, int]] = {

@@ -40,7 +40,7 @@ def _to_ranks(of: Evaluator, x: JoinedValues, axes: Sequence[str], dtype: torch.
     if x.dim or x.merged or any(piece.shape[0] != 1 for piece in x.pieces):
         raise Unfit("pieces that are no rows")
     each = -(-len(x.pieces) // count)
-    pieces = [*x.pieces, *[of.filled(0, dtype, x.pieces[0].shape)] * (each * count - len(x.pieces))]
+    pieces = [*x.pieces, *[of.fill(0, dtype, x.pieces[0].shape)] * (each * count - len(x.pieces))]
     rows = [tuple(pieces[rank * each : (rank + 1) * each]) for rank in range(count)]
     return OfRank(tuple(axes), tuple(row[0] if each == 1 else JoinedValues(0, row) for row in rows))
 

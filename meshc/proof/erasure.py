@@ -28,8 +28,9 @@ from meshc.ops.optim import MANY, WRITTEN
 from meshc.program.accumulate import whole_of
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
+from meshc.proof.compacted_rows import UsedRows
 from meshc.proof.dispatched_rows import DispatchedRows
-from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeated
+from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeat_root
 from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, shardings_of_shape, whole_sharding
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
@@ -38,7 +39,6 @@ from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
-from meshc.proof.used_rows import UsedRows
 from meshc.rules import rule_of
 from meshc.rules.result_shardings import runs_of
 
@@ -359,7 +359,7 @@ class Erasure:
         number = self.evaluator.filled_with(found.root) if isinstance(found, Tiles) else None
         if number is None or isinstance(found, JoinedValues) or any(how != "sum" or number for _, how in sharding.partial):
             return False
-        value = repeated(found.root, sharding.shape)
+        value = repeat_root(found.root, sharding.shape)
         tiles = tiles_of(value, sharding, self.sizes)
         self.held[node] = tiles
         return tiles.dims == found.dims and self.know(node, tiles, Fact(value, sharding), "filled")

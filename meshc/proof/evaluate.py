@@ -28,7 +28,7 @@ from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operat
 from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops.state_rounding import IN_PLACE
-from meshc.proof import divided, joined_values, moves, used_rows
+from meshc.proof import compacted_rows, divided, joined_values, moves
 from meshc.proof.chunks import chunks_of, is_of_chunks, name_of_chunks
 from meshc.proof.held import Held, Integer, JoinedValues, Several
 from meshc.proof.terms import TermTable, arguments
@@ -92,7 +92,7 @@ def _filled_number(node: Node) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def repeated(root: int, shape: Sequence[int]) -> Tiles:
+def repeat_root(root: int, shape: Sequence[int]) -> Tiles:
     """The one position of a root as every element of a tensor."""
     return Tiles(root, tuple(fuse_digits([(0, size)]) for size in shape))
 
@@ -121,8 +121,8 @@ class Evaluator:
         except Unfit:
             return self.opaque(node, of)
         if is_getitem(node):
-            if node.args[0].target is used_rows.USED:  # type: ignore[union-attr]
-                return used_rows.item(self, node, of)
+            if node.args[0].target is compacted_rows.USED:  # type: ignore[union-attr]
+                return compacted_rows.item(self, node, of)
             if (piece := self.piece(node.args[0], node.args[1], of)) is not None:  # type: ignore[arg-type]
                 return piece
             several = of(node.args[0])  # type: ignore[arg-type]
@@ -131,13 +131,13 @@ class Evaluator:
         if target in spmd.INTEGERS.values():
             return self._integer(node, of)
         if (number := _filled_number(node)) is not None:
-            return self.filled(number, records(node)[0].dtype, records(node)[0].shape)
+            return self.fill(number, records(node)[0].dtype, records(node)[0].shape)
         if target in SAME:
             return of(node.args[0])  # type: ignore[arg-type]
         first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
         try:
-            if target in used_rows.FORMS and not isinstance(first, JoinedValues):
-                return used_rows.form(self, node, of)
+            if target in compacted_rows.FORMS and not isinstance(first, JoinedValues):
+                return compacted_rows.form(self, node, of)
             if isinstance(first, Tiles) and (move := moves.MOVES.get(target)) is not None:
                 return move(self, first, node, of)
             if isinstance(first, JoinedValues) or target is aten.cat.default:
@@ -190,12 +190,12 @@ class Evaluator:
         self.numel.setdefault(number, prod(shape))
         return Tiles(number, dims_of_shape(shape))
 
-    def filled(self, number: float, dtype: torch.dtype | None, shape: Sequence[int]) -> Tiles:
+    def fill(self, number: float, dtype: torch.dtype | None, shape: Sequence[int]) -> Tiles:
         """One number in a whole tensor: the number, repeated."""
         root = self.terms.number("filled", number, str(dtype))
         self.numel[root] = 1
         self.known.add(root)
-        return repeated(root, shape)
+        return repeat_root(root, shape)
 
     def filled_with(self, root: int) -> float | None:
         """The number that a root is; None for others."""

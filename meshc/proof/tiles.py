@@ -164,8 +164,8 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
     if len(sharding.dims) != len(value.dims):
         raise Unfit(f"a sharding of {len(sharding.dims)} dims for {len(value.dims)}")
     if 0 in value.shape:
-        local = [prod(tiles_of_part(part, 1, sizes)[0][1] for part in parts) for parts in sharding.dims]
-        return Tiles(value.root, dims_of_shape(local), partial=tuple(sorted(sharding.partial)))
+        shape = [prod(tiles_of_part(part, 1, sizes)[0][1] for part in parts) for parts in sharding.dims]
+        return Tiles(value.root, dims_of_shape(shape), partial=tuple(sorted(sharding.partial)))
     dims: list[Dim] = []
     axes = dict(value.axes)
     for parts, own in zip(sharding.dims, value.dims, strict=True):

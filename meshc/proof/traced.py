@@ -107,7 +107,7 @@ class TracedTerms:
             else:
                 parts[value] += 1
         if not parts:
-            return self._evaluator.filled(0, dtype, shape)
+            return self._evaluator.fill(0, dtype, shape)
         if sum(parts.values()) == 1:
             (only,) = parts
             return only

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from meshc.testing.prove import Proof, prove_rule
+from meshc.testing.rule_proof import Proof, prove_rule
 
 __all__ = ["Proof", "prove_rule"]

@@ -28,7 +28,7 @@ from meshc.passes.pipeline import GROW
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
 from meshc.proof.outcome import ProgramProof
-from meshc.proof.prove import prove
+from meshc.proof.program_proof import prove
 from meshc.text.printer import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()

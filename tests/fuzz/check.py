@@ -26,7 +26,7 @@ from meshc.passes.driver import compile_program
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram
-from meshc.proof.prove import prove
+from meshc.proof.program_proof import prove
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.text.parse import parse_stage
 from meshc.text.printer import print_stage, side_table
