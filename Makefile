@@ -16,13 +16,16 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 1000
 SEED ?= 0
 
+# How many faults `make mutate` plants.
+MUTANTS ?= 5000
+
 # How long `make attack` goes on.
 SECONDS ?= 3600
 
 # Seconds after which a test of `make test-broad` counts as hanging. Its longest take minutes of a core, more where the core is shared.
 LONGEST ?= 1800
 
-.PHONY: venv demo test test-moved test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all libraries fuzz attack conformance
+.PHONY: venv demo test test-moved test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all libraries fuzz attack mutate conformance
 .PHONY: placements pipelines test-frameworks ecosystem reference site wheel clean
 
 venv: $(STAMP)
@@ -76,6 +79,10 @@ bench-gpu: $(STAMP)
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED)
+
+# Faults planted into proved programs: none that changes what is computed may get through.
+mutate: $(STAMP)
+	$(RUN) -m tests.proof.mutants --mutants $(MUTANTS) --seed $(SEED)
 
 attack: $(STAMP)
 	$(RUN) -m tests.attack --seconds $(SECONDS) --seed $(SEED)

@@ -96,19 +96,19 @@ class Mutant:
         return ("through", f"{other[0]} is another") if other else ("equal", "")
 
 
-def drawn(count: int, seed: int) -> Iterator[Mutant]:
-    """So many mutants, of all kinds and programs in turn."""
+def drawn(count: int, seed: int, names: Sequence[str]) -> Iterator[Mutant]:
+    """So many mutants, of all kinds in turn."""
     chance = Random(seed)
-    names, kinds = list(PROGRAMS), list(KINDS)
+    kinds = chance.sample(list(KINDS), len(KINDS))
     for number in range(count):
         yield Mutant(chance.choice(names), kinds[number % len(kinds)], chance.randrange(1 << 30))
 
 
-def with_place(count: int, seed: int) -> Iterator[tuple[Mutant, str, str]]:
+def with_place(count: int, seed: int, names: Sequence[str] = tuple(PROGRAMS)) -> Iterator[tuple[Mutant, str, str]]:
     """Mutants with what became of them, without those that have no place."""
     done, turn = 0, 0
     while done < count:
-        for mutant in drawn(4 * count + len(KINDS), seed + turn):
+        for mutant in drawn(4 * count + len(KINDS), seed + turn, names):
             what, why = mutant.outcome()
             if what != "no place":
                 yield mutant, what, why
