@@ -11,6 +11,7 @@ import torch
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.erasure import erase
+from meshc.proof.memory import memory_faults
 from meshc.proof.outcome import ProgramProof, UnprovedLine
 
 
@@ -30,6 +31,8 @@ def prove(
             instance.check(program, chosen)
         program, traced = instance.substitute_sizes(program, values), instance.substitute_in_stage(traced, values)
     proof = erase(program, traced)
+    for stage in program.stages.values():
+        proof.failures += [UnprovedLine(stage.name, node, why) for node, why in memory_faults(stage)]
     for name, value in constants.items():
         own = program.constants.get(name)
         if own is None or own.dtype != value.dtype or not torch.equal(own.cpu(), value.cpu()):

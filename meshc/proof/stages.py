@@ -58,7 +58,7 @@ def schedule_faults(program: PlainProgram) -> Iterator[str]:
     there = {port.key for port in program.inputs}
     for step in program.schedule:
         if step.op in RUNS:
-            runs[step.stage, step.microbatch] += step.op == "run"
+            runs[step.stage, step.microbatch] += 1
             stage = program.stages[step.stage]
             early = [key for key in stage.inputs if (whole[key] < program.microbatches if key in parts else key not in there)]
             yield from (f"the schedule {step.op}s {step.stage} before {key} is complete, which it reads" for key in early)
@@ -66,6 +66,10 @@ def schedule_faults(program: PlainProgram) -> Iterator[str]:
         else:
             taken[step.stage, step.value, step.microbatch] += 1
             whole[step.into] += 1
+    for name in program.stages if program.schedule else ():
+        times = [runs[name, at] for at in range(program.microbatches)]
+        if sum(times) != 1 and times != [1] * program.microbatches:
+            yield f"the schedule runs {name} {' + '.join(map(str, times))} times: once for all, or once for each microbatch, is meant"
     for name, stage in program.stages.items():
         for key in stage.outputs:
             times = {(taken[name, key, at], runs[name, at]) for at in range(program.microbatches)}

@@ -11,8 +11,9 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
-from meshc.ir import record
-from meshc.ir.graph import output_of
+from meshc.ir import record, records, spmd
+from meshc.ir.graph import call, output_of
+from meshc.ir.sharing import OVER_OPERAND, set_sharing
 from meshc.ops.in_place import WRITERS
 from meshc.program.program import PlainProgram, Stage
 from tests.proof.edited_lines import draws, exchanged, kind, lists, nodes, on, pair, pick, put, rows_of, shape
@@ -76,6 +77,23 @@ def updates_a_parameter_twice(program: PlainProgram, chance: Random) -> PlainPro
         return None
     at = chance.randrange(len(node.args[0]))
     node.args = tuple([*row, row[at]] if isinstance(row, list | tuple) else row for row in node.args)
+    return program
+
+
+@kind
+def writes_over_what_is_still_read(program: PlainProgram, chance: Random) -> PlainProgram | None:
+    """A reduction is left in the memory of its operand, which has another reader behind it."""
+    node = pick(chance, nodes(program, spmd.all_reduce, where=lambda node: shape(node) == shape(node.args[0])))  # type: ignore[arg-type]
+    if node is None:
+        return None
+    operand, readers = node.args[0], list(node.users)
+    with node.graph.inserting_after(node):
+        both = call(node.graph, records(node)[0], aten.add.Tensor, node, operand)
+    with node.graph.inserting_after(both):
+        again = call(node.graph, records(node)[0], aten.sub.Tensor, both, operand)
+    for reader in readers:
+        reader.replace_input_with(node, again)
+    set_sharing(node, [OVER_OPERAND])
     return program
 
 
@@ -229,10 +247,10 @@ def _actions_kind(name: str, change: Callable[[list[Any], Random], bool]) -> Non
         if program.pipeline is None:
             return None
         schedule = program.pipeline.schedule
-        lists = [list(actions) for actions in schedule.actions]
+        lists = [list(actions) for actions in schedule.lists]
         if not change(pick(chance, [one for one in lists if len(one) > 1]), chance):
             return None
-        made = replace(schedule, actions=tuple(tuple(one) for one in lists))
+        made = replace(schedule, lists=tuple(tuple(one) for one in lists))
         return replace(program, pipeline=replace(program.pipeline, schedule=made))
 
     edit.__name__ = name
