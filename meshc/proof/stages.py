@@ -67,9 +67,9 @@ def schedule_faults(program: PlainProgram) -> Iterator[str]:
             taken[step.stage, step.value, step.microbatch] += 1
             whole[step.into] += 1
     for name in program.stages if program.schedule else ():
-        times = [runs[name, at] for at in range(program.microbatches)]
-        if sum(times) != 1 and times != [1] * program.microbatches:
-            yield f"the schedule runs {name} {' + '.join(map(str, times))} times: once for all, or once for each microbatch, is meant"
+        each = [runs[name, at] for at in range(program.microbatches)]
+        if sum(each) != 1 and each != [1] * program.microbatches:
+            yield f"the schedule runs {name} {' + '.join(map(str, each))} times: once for all, or once for each microbatch, is meant"
     for name, stage in program.stages.items():
         for key in stage.outputs:
             times = {(taken[name, key, at], runs[name, at]) for at in range(program.microbatches)}
