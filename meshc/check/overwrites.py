@@ -66,6 +66,8 @@ def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, 
             found[node] = frozenset({next(keys)})
         elif node.op == "call_function" and ir.is_integer(node):
             found[node] = frozenset()
+        elif ir.is_getitem(node) and found[ir.value_of(node)[0]] == {ir.value_of(node)[0].name}:
+            found[node] = frozenset({f"{node.args[0]}.{node.args[1]}"})  # each result has memory of its own
         elif spmd.is_host_copy(node.target):
             found[node] = found[node.args[1]] if len(node.args) == 2 else frozenset({node.name})
         elif node.op == "call_function":

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.fx import Node
@@ -24,7 +24,7 @@ from meshc.ir import Record, is_getitem, operands, record, records, spmd, value_
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
-from meshc.ops.optim import MANY, WRITTEN
+from meshc.ops.optim import WRITTEN
 from meshc.program.accumulate import whole_of
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
@@ -39,11 +39,11 @@ from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
+from meshc.proof.updates import ONE_OF, walk_update, walk_write
 from meshc.rules import rule_of
 from meshc.rules.result_shardings import runs_of
 
 aten = torch.ops.aten
-ONE_OF: Final = {many: one for one, many in MANY.items()}
 CHECK: Final = torch.ops.meshc.check_index.default
 
 
@@ -231,9 +231,9 @@ class Erasure:
 
     def walk_line(self, stage: Stage, node: Node) -> None:
         if node.target in ONE_OF:
-            return self.walk_update(stage, node)
+            return walk_update(self, stage, node)
         if node.target in WITHOUT_WRITING:
-            return self.walk_write(stage, node)
+            return walk_write(self, stage, node)
         found = self.held[node] = self.evaluator.call(node, self.held.__getitem__)
         if why := self.used_rows.fault(node, self.held.__getitem__) or self.dispatched.fault(node, self.held.__getitem__):
             return self.fail(stage, node, why)
@@ -433,58 +433,6 @@ class Erasure:
         like: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
         alone = [sharding if at == index else None for at in range(len(rows))]
         return list(dict.fromkeys(map(tuple, (found, like, alone))))
-
-    # ----------------------------------------------------------------------------------------------------------------- updates
-
-    def walk_update(self, stage: Stage, node: Node) -> None:
-        """One update of many is one of each; behind it the names of what it writes stand for the new values."""
-        one = ONE_OF[node.target]  # type: ignore[index]
-        count = 1 + len(WRITTEN[one])
-        columns, rest = node.args[:count], node.args[count:]
-        new: dict[Node, tuple[Tiles, Fact]] = {}
-        for row in zip(*columns, strict=True):
-            if why := self._prove_update(one, row, rest, new):
-                return self.fail(stage, node, f"{row[0]}: {why}")
-        for x, (tiles, fact) in new.items():
-            self.held[x] = tiles
-            self.know(x, tiles, fact)
-        self.proof.kinds["update"] += 1
-
-    def walk_write(self, stage: Stage, node: Node) -> None:
-        """A call that writes its result over its first operand, whose name stands for the new value behind it."""
-        x, hint = node.args[0], self.hint(node)
-        assert isinstance(x, Node)
-        found, own = self.evaluator.opaque(node, self.held.__getitem__), record(x).sharding
-        sharding = whole_sharding(record(x).shape) if own is None else own
-        assert isinstance(found, Tiles)
-        why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
-        if why:
-            return self.fail(stage, node, why, None if hint is None else hint[0])
-        self.held[x], self.known[x] = self.held[node], self.known[node]
-
-    def _prove_update(self, one: object, row: Sequence[Node], rest: Sequence[Any], new: dict[Node, tuple[Tiles, Fact]]) -> str:
-        """Why no traced update is that of one parameter; "" if one is, whose results are added to `new`."""
-        given = [self.known.get(x) for x in (*row, *(x for x in rest if isinstance(x, Node)))]
-        facts = [fact for fact in given if fact is not None]
-        if len(facts) < len(given):
-            return "an operand is no value"
-        if row[0] in new:
-            return "it is written twice"
-        flags = [argument for argument in rest if not isinstance(argument, Node)]
-        for n in self.updates.get((one, facts[0].value), ()):
-            wanted = [self.traced.values[value_of(operand)] for operand in operands(n)]
-            if wanted != [fact.value for fact in facts] or flags != [x for x in n.args[len(row) :] if not isinstance(x, Node)]:
-                continue
-            written = WRITTEN[one]  # type: ignore[index]
-            for place in (*written, 1):
-                own = facts[place].sharding
-                if own.partial or own.dims and own.shape == facts[0].value.shape and own.dims != facts[0].sharding.dims:
-                    return f"{row[place]} is {own}, and {row[0]} {facts[0].sharding}"
-            for i, place in enumerate(written):
-                fact = Fact(self.traced.values[n, i], facts[place].sharding)
-                new[row[place]] = tiles_of(fact.value, fact.sharding, self.sizes), fact
-            return ""
-        return f"no traced update takes {', '.join(map(str, row[1:]))}"
 
 
 def _zeros_of(x: Tiles) -> tuple[tuple[str, float], ...]:

@@ -58,7 +58,8 @@ def test_a_call_on_a_repeated_value_is_the_call_on_it_once(seed: int) -> None:
 
 def test_one_number_everywhere_is_one_number_wherever_it_is_moved() -> None:
     x = aten.full.default([4, 6], 0.5)
-    assert torch.equal(torch.cat([x[:2], x[2:]], 1), aten.full.default([2, 12], 0.5)) and torch.equal(x.reshape(8, 3), x[:1, :1].expand(8, 3))
+    assert torch.equal(torch.cat([x[:2], x[2:]], 1), aten.full.default([2, 12], 0.5))
+    assert torch.equal(x.reshape(8, 3), x[:1, :1].expand(8, 3))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
