@@ -32,7 +32,7 @@ def prove(
         program, traced = instance.substitute_sizes(program, values), instance.substitute_in_stage(traced, values)
     proof = erase(program, traced)
     for stage in program.stages.values():
-        proof.failures += [UnprovedLine(stage.name, node, why) for node, why in memory_faults(stage)]
+        proof.failures += [UnprovedLine(stage.name, node, why) for node, why in memory_faults(stage, program.axis_sizes)]
     for name, value in constants.items():
         own = program.constants.get(name)
         if own is None or own.dtype != value.dtype or not torch.equal(own.cpu(), value.cpu()):
