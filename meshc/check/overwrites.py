@@ -45,10 +45,11 @@ def faults(stage: Stage, may_view: Callable[[Target], bool]) -> Iterator[tuple[s
                 break
         if all(operand in new or not memory[operand] & written.keys() for operand in node.all_input_nodes):
             new.add(node)
-        changed = writes(node)
-        new -= {one for one in new if any(memory[one] & memory[operand] for operand in changed)}
-        new |= set(changed)
-        written.update(dict.fromkeys((key for one in changed for key in memory[one]), node))
+        if changed := writes(node):
+            places = frozenset().union(*(memory[operand] for operand in changed))
+            new -= {one for one in new if memory[one] & places}
+            new |= set(changed)
+            written.update(dict.fromkeys(places, node))
     yield from _faults_of_results(stage, memory)
 
 

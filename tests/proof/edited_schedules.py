@@ -112,26 +112,6 @@ def exchanges_numbers_of_an_update(program: PlainProgram, chance: Random) -> Pla
     return program
 
 
-@kind
-def updates_before_the_last_reader(program: PlainProgram, chance: Random) -> PlainProgram | None:
-    """A parameter is written, and then read as if it were the old one."""
-    found = []
-    for node in _updates(program):
-        for x in node.args[0]:  # type: ignore[union-attr]
-            readers = [user for user in x.users if user < node and user.op == "call_function" and user.target not in WRITERS]
-            found += [(node, reader) for reader in readers]
-    place = pick(chance, found)
-    if place is None:
-        return None
-    node, reader = place
-    with node.graph.inserting_after(node):
-        again = node.graph.node_copy(reader, lambda one: one)
-    update_readers = [user for user in list(reader.users) if user > node]
-    for user in update_readers:
-        user.replace_input_with(reader, again)
-    return on(program, bool(update_readers))
-
-
 # ---------------------------------------------------------------------------------------------------------- schedules and stages
 
 
