@@ -16,6 +16,7 @@ from meshc.ir.graph import call, copy_graph, output_of
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.proof.erasure import erase
 from tests.golden.cases import CASES, gpt, train
+from tests.proof.edited_lines import behind, put
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 BASES = ("gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "rows uneven", "resnet dp")
@@ -48,22 +49,9 @@ class Edit:
         return next(node for stage in self.program.stages.values() for node, own in stage.keys().items() if own == key)
 
 
-def put(node: Node, place: int, value: Any) -> None:
-    node.args = (*node.args[:place], value, *node.args[place + 1 :])
-
-
 def is_copy(node: Node) -> None:
     """The line does nothing, and says that it does."""
     node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
-
-
-def behind(node: Node, target: Any, *rest: Any) -> None:
-    """All readers of a line read something that is computed from it."""
-    users = list(node.users)
-    with node.graph.inserting_after(node):
-        made = call(node.graph, records(node)[0], target, node, *rest)
-    for user in users:
-        user.replace_input_with(node, made)
 
 
 def over(*axes: str) -> Callable[[Node], bool]:
