@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
+from torch.fx import Node
+
 from meshc import ir
 from meshc.errors import ScheduleError
-from meshc.ir import spmd
-from meshc.program.accumulate import whole_of
+from meshc.ir import record, spmd
+from meshc.program.accumulate import ACCUMULATES, whole_of
 from meshc.program.completeness import refuse_incomplete
 from meshc.program.program import RUNS, PlainProgram, Stage
 
@@ -43,8 +45,24 @@ def in_order(program: PlainProgram) -> Iterator[list[Stage]]:
                 del left[name]
 
 
+def _faults_of_keys(program: PlainProgram) -> Iterator[str]:
+    """A message where a stage takes a value in another shape or dtype than the stage that makes it, which may be sent, has it."""
+    made: dict[str, Node] = {}
+    for stage in program.stages.values():
+        for key, node in stage.results().items():
+            made[key] = node
+            if (whole := whole_of(key)) is not None and whole[0] in ACCUMULATES:
+                made[whole[1]] = node
+    for name, stage in program.stages.items():
+        for node, key in stage.keys().items():
+            own, other = record(node), record(made.get(key, node))
+            if (own.shape, own.dtype) != (other.shape, other.dtype):
+                yield f"{name} takes {key} as {own.dtype} {list(own.shape)}, and it is made as {other.dtype} {list(other.shape)}"
+
+
 def schedule_faults(program: PlainProgram) -> Iterator[str]:
-    """A message where a microbatch does not run once, or its part is not in its whole once."""
+    """A message where a microbatch does not run once, its part is not in its whole once, or a value is passed on as another type."""
+    yield from _faults_of_keys(program)
     if program.pipeline is not None:
         try:
             refuse_incomplete(program)

@@ -276,6 +276,15 @@ def exchanges_inputs(program: PlainProgram, chance: Random) -> PlainProgram | No
 
 
 @kind
+def takes_a_message_in_another_dtype(program: PlainProgram, chance: Random) -> PlainProgram | None:
+    flows = [node for stage in program.stages.values() for node, key in stage.keys().items() if key.startswith("flow:")]
+    node = pick(chance, [node for node in flows if record(node).dtype == torch.float32])
+    if node is not None:
+        ir.update(node, dtype=torch.bfloat16)
+    return on(program, node is not None)
+
+
+@kind
 def stores_a_value_otherwise(program: PlainProgram, chance: Random) -> PlainProgram | None:
     """A port is split over other axes than its readers say, or over none."""
     def other(port: Any) -> Any:
