@@ -1,7 +1,7 @@
 """Proof that a per-rank program computes what the traced graph does, at full size, without running either.
 
     program_proof.py      sizes, constants, memory        erasure.py        line by line
-    stages.py             stage by stage                  updates.py        writes in place
+    stages.py             stage by stage                  proved_updates.py writes in place
     traced.py             the traced graph as terms       terms.py          terms, by number: equal numbers, equal values
     tiles.py              what a rank has of a value      moves.py          what only moves it
     evaluate.py           what a call makes of operands   held.py           what may be known of a value

@@ -35,11 +35,11 @@ from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, shard
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
+from meshc.proof.proved_updates import ONE_OF, walk_update, walk_write
 from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
-from meshc.proof.updates import ONE_OF, walk_update, walk_write
 from meshc.rules import rule_of
 from meshc.rules.result_shardings import runs_of
 
