@@ -29,7 +29,7 @@ from meshc.files.folders import kept_aside, may_replace, move_into_place, replac
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
 from meshc.lazy_module import LazyModule
-from meshc.program.program import BACKENDS, PlainProgram, TracedGraph
+from meshc.program.program import BACKENDS, PlainProgram, Stage, TracedGraph
 from meshc.text import libraries, program_description
 from meshc.text.parse import parse_stage
 from meshc.text.printer import print_stage
@@ -116,7 +116,7 @@ def load(
     folder = Path(path)
     files, version = _manifest(folder)
     for name, entry in files.items():
-        if name in TENSORS:
+        if name in TENSORS or name == TRACED:  # what they hold is compared when it is read
             _check_size(folder, name, entry)
         elif not (_is_text(name) and allow_edited):
             _check(folder, name, entry, editable=_is_text(name))
@@ -163,9 +163,13 @@ def _program(folder: Path, told: program_description.ProgramDescription, files: 
 
     program = program_description.read_description(told, text_of, constants, str(folder / PROGRAM))
     if TRACED in files:
-        text = bounds.read_text(folder / TRACED)
-        program.traced = TracedGraph(lambda: parse_stage(text, None, str(folder / TRACED)))
+        program.traced = TracedGraph(lambda: _read_traced(folder, files[TRACED]))
     return program
+
+
+def _read_traced(folder: Path, entry: ManifestEntry) -> Stage:
+    _check(folder, TRACED, entry, editable=False)
+    return parse_stage(bounds.read_text(folder / TRACED), None, str(folder / TRACED))
 
 
 def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:

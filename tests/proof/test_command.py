@@ -55,6 +55,13 @@ def test_a_changed_model_does_not_prove_the_old_program(saved: Path, capsys: pyt
     assert "not proved: main: mul" in capsys.readouterr().err
 
 
+def test_a_graph_that_was_changed_is_not_believed(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = saved / "traced.py"
+    traced.write_text(traced.read_text().replace("0.25)", "0.26)"))
+    assert main(["prove", str(saved), "--allow-edited"]) == 1
+    assert "traced.py is not what was saved" in capsys.readouterr().err
+
+
 def test_a_program_without_its_graph_needs_its_model(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = artifact.load(saved)
     program.traced = None
