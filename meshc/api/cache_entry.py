@@ -78,7 +78,7 @@ class CacheEntry:
             }
             name = program_cache.name_of(self._key, json.dumps(depends))
             try:
-                why = program_cache.write(self._folder, name, found.program, {**depends, **found.extra_data()})
+                why = program_cache.write(self._folder, name, found.with_traced_graph(found.program), {**depends, **found.extra_data()})
             except (ArtifactError, NotPlainData) as error:
                 why = str(error)
         if not why:

@@ -23,7 +23,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.plan_candidate import PlanCandidate
-from meshc.program.program import PlainProgram
+from meshc.program.program import PlainProgram, TracedGraph
 from meshc.runtime.state.ownership import calls_allowed
 from meshc.text import libraries, printer, program_description
 
@@ -89,6 +89,11 @@ class CompilationResult:
             "weighed": [asdict(each) for each in self.weighed], "reads": read_places.places_to_json(self.reads),
             "numbers": read_values.numbers_to_json(self.numbers), "kept_fixed": self.kept_fixed,
         }  # fmt: skip
+
+    def with_traced_graph(self, program: PlainProgram) -> PlainProgram:
+        """The program with the graph that the passes made it of, for who writes it; without one where they have not run here."""
+        lowered = self.lowered
+        return program if lowered is None else replace(program, traced=TracedGraph(lambda: lowered.joint.as_stage()))
 
     def dependencies(self) -> Dependencies:
         """Python values and code that the program depends on. The passes must have run on this rank."""

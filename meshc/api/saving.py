@@ -34,7 +34,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
     def write() -> None:
         found = {**_buffers(program), **tensors} if store is not None and tensors is not None else tensors
         program.general.info.update(beginnings(program))
-        artifact.save(program.general, path, found)
+        artifact.save(program.compilations.last.made.with_traced_graph(program.general), path, found)
 
     if store is None:
         write()

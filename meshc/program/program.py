@@ -184,7 +184,7 @@ class PlainProgram:
     constraints  further conditions on these sizes: `n_seq % 4 == 0`
     pipeline     on a mesh with an axis of pipeline stages: each rank's list, in place of `schedule`
     backend      one of BACKENDS: the only one that can run the stages
-    traced       what it was made of; None of a program that another rank has made
+    traced       what it was made of, of a program from an artifact or for one
     """
 
     stages: dict[str, Stage]

@@ -92,6 +92,12 @@ def _filled_number(node: Node) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
+def _dtype_of_fill(node: Node) -> object:
+    """The dtype of a call that fills a tensor; where it names none, torch's default, whatever that is."""
+    by_default = node.target in (aten.zeros.default, aten.ones.default, aten.full.default) and node.kwargs.get("dtype") is None
+    return "default" if by_default else records(node)[0].dtype
+
+
 def repeat_root(root: int, shape: Sequence[int]) -> Tiles:
     """The one position of a root as every element of a tensor."""
     return Tiles(root, tuple(fuse_digits([(0, size)]) for size in shape))
@@ -131,7 +137,7 @@ class Evaluator:
         if target in spmd.INTEGERS.values():
             return self._integer(node, of)
         if (number := _filled_number(node)) is not None:
-            return self.fill(number, records(node)[0].dtype, records(node)[0].shape)
+            return self.fill(number, _dtype_of_fill(node), records(node)[0].shape)
         if target in SAME:
             return of(node.args[0])  # type: ignore[arg-type]
         first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
@@ -190,7 +196,7 @@ class Evaluator:
         self.numel.setdefault(number, prod(shape))
         return Tiles(number, dims_of_shape(shape))
 
-    def fill(self, number: float, dtype: torch.dtype | None, shape: Sequence[int]) -> Tiles:
+    def fill(self, number: float, dtype: object, shape: Sequence[int]) -> Tiles:
         """One number in a whole tensor: the number, repeated."""
         root = self.terms.number("filled", number, str(dtype))
         self.numel[root] = 1

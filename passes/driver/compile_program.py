@@ -37,7 +37,7 @@ from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_group_counts import splits
 from meshc.plan.plan import open_axes
 from meshc.program import instance
-from meshc.program.program import Info, PlainProgram, TracedGraph
+from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed_operators import refusal, spelling
 
 if TYPE_CHECKING:
@@ -300,7 +300,6 @@ def finish(lowered: LoweredProgram) -> PlainProgram:
         notes=[*lowered.notes, *_unsavable_notes(lowered)],
         dynamic=placed.traced.dynamic,
         constraints=placed.traced.constraints,
-        traced=TracedGraph(lambda: lowered.joint.as_stage()),
         info={
             "output_paths": model.output_tree.paths(), "random_calls": model.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,

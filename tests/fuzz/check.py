@@ -25,7 +25,7 @@ from meshc.package import FOLDER
 from meshc.passes.driver import compile_program
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
-from meshc.program.program import PlainProgram
+from meshc.program.program import PlainProgram, TracedGraph
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.text.parse import parse_stage
@@ -89,7 +89,8 @@ class Captured:
         asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, remat=how.remat)
         request = self.request.having(mesh=mesh, plan=plan, must_pass=how.attention in PASSING, **asked)
         with torch.set_grad_enabled(request.grad):
-            return finish(compile_program.lower_by_plan(self.placed.restart_for_request(request)))
+            lowered = compile_program.lower_by_plan(self.placed.restart_for_request(request))
+            return replace(finish(lowered), traced=TracedGraph(lowered.joint.as_stage))
 
     def check(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Outcome:
         """One case. `how` is as this was captured, where it says so."""

@@ -26,7 +26,7 @@ from meshc.check import check_program
 from meshc.errors import MeshcError
 from meshc.ir.graph import copy_graph
 from meshc.ops.in_place import WRITERS
-from meshc.program.program import PlainProgram
+from meshc.program.program import PlainProgram, Stage
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator.passcheck import PassCheck
 from meshc.runtime.simulator.simulation import simulate
@@ -45,6 +45,7 @@ class Base:
     """A proved program, what enters it, and what it gives."""
 
     program: PlainProgram
+    traced: Stage
     constants: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
     truth: dict[str, torch.Tensor]
@@ -56,7 +57,7 @@ def base(name: str) -> Base:
     program = made.compiled
     checks = PassCheck()
     checks._draw(program.inputs, program.constants)
-    return Base(program, dict(made.lowered.joint.constants), checks.values, simulate(program, checks.values))
+    return Base(program, made.lowered.joint.as_stage(), dict(made.lowered.joint.constants), checks.values, simulate(program, checks.values))
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,7 @@ class Mutant:
         except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             return "type", str(error)
         own = base(self.name)
-        assert own.program.traced is not None
-        proof = prove(found, own.program.traced.stage, own.constants)
+        proof = prove(found, own.traced, own.constants)
         if not proof.holds:
             return "proof", str(proof)
         try:

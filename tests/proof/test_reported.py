@@ -83,9 +83,8 @@ REPORTED: dict[str, tuple[str, Fault]] = {
 def test_what_was_reported_is_refused(report: str) -> None:
     name, fault = REPORTED[report]
     own = base(name)
-    traced = own.program.traced
-    assert traced is not None and prove(own.program, traced.stage, own.constants).holds
+    assert prove(own.program, own.traced, own.constants).holds
     copies = {key: replace(stage, graph=copy_graph(stage.graph)) for key, stage in own.program.stages.items()}
     program = replace(own.program, stages=copies)
     assert fault(program) is not False
-    assert not prove(program, traced.stage, own.constants).holds
+    assert not prove(program, own.traced, own.constants).holds
