@@ -39,10 +39,17 @@ def _to_ranks(of: Evaluator, x: JoinedValues, axes: Sequence[str], dtype: torch.
     count = prod(of.sizes[axis] for axis in axes)
     if x.dim or x.merged or any(piece.shape[0] != 1 for piece in x.pieces):
         raise Unfit("pieces that are no rows")
+    _refuse_tiles(of, x.pieces, axes)
     each = -(-len(x.pieces) // count)
     pieces = [*x.pieces, *[of.fill(0, dtype, x.pieces[0].shape)] * (each * count - len(x.pieces))]
     rows = [tuple(pieces[rank * each : (rank + 1) * each]) for rank in range(count)]
     return OfRank(tuple(axes), tuple(row[0] if each == 1 else JoinedValues(0, row) for row in rows))
+
+
+def _refuse_tiles(of: Evaluator, pieces: Sequence[Tiles], axes: Sequence[str]) -> None:
+    """What one rank has of a value is not what another has that gets it."""
+    if any(of.terms.varies_along(piece, axes, of.known) for piece in pieces):
+        raise Unfit(f"tiles along {axes} of a value that is another one on each rank of them")
 
 
 def _shard_joined(of: Evaluator, x: JoinedValues, node: Node, held: Of) -> Held:
@@ -98,6 +105,7 @@ def _bring(of: Evaluator, x: OfRank, node: Node) -> Held:
     pieces: list[Any] = [piece for one in x.values for piece in (one.pieces if isinstance(one, JoinedValues) else [one])]
     if tuple(axes) != x.axes or not all(isinstance(one, Tiles) and one.shape[0] == 1 for one in pieces):  # type: ignore[arg-type]
         raise Unfit("ranks of other axes")
+    _refuse_tiles(of, pieces, x.axes)
     if node.target is spmd.all_gather and dims == [0]:
         return JoinedValues(0, tuple(pieces))
     if node.target is spmd.all_to_all and dims[0] and not dims[1]:

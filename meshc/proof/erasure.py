@@ -206,6 +206,8 @@ class Erasure:
         value = self.traced.ports[key]
         port = self.entering[key]
         if port.shape != value.shape:  # the rows of all microbatches
+            if prod(port.shape) != prod(value.shape) * self.program.microbatches:
+                self.fail(stage, node, f"{key} is {list(port.shape)}, of which {self.program.microbatches} microbatches are {list(value.shape)} each")
             self.facts.add(value, Fact(value, whole_sharding(value.shape)))
             value = Tiles(value.root, dims_of_shape(port.shape))
         sharding = port.sharding or whole_sharding(value.shape)

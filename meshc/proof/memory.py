@@ -88,7 +88,7 @@ def _region(node: Node, regions: Mapping[Node, Region]) -> Region:
         return regions[operand]
     given, shape = named_arguments(node), record(operand).shape
     dim, start, end = given["dim"] % len(shape), given["start"] or 0, given["end"]
-    if not isinstance(start, int) or not isinstance(end, int):
+    if not isinstance(start, int) or not isinstance(end, int) or start < 0 or end < 0:
         return None
     return shape, dim, start, end
 

@@ -8,14 +8,14 @@ What only moves positions is in the tiles of an operand (`tiles.py`), and makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import comparison_key
-from meshc.proof.held import JoinedValues
+from meshc.proof.held import Integer, JoinedValues
 from meshc.proof.tiles import Tiles
 
 Term = tuple[Any, ...]
@@ -38,6 +38,22 @@ class TermTable:
     def term(self, number: int) -> Term:
         return self._terms[number]
 
+    def varies_along(self, x: Tiles, axes: Collection[str], known: Collection[int]) -> bool:
+        """Whether a rank has other elements than ranks elsewhere along axes, or might: whether anything in what made it says a place there."""
+        seen, work = set[int](), [x]
+        while work:
+            one = work.pop()
+            if {axis.partition("~")[0] for axis, _ in (*one.axes, *one.partial)} & {*axes}:
+                return True
+            if one.root not in seen and one.root not in known:
+                seen.add(one.root)
+                term = self._terms[one.root]
+                term = self._terms[term[1]] if term[0] == "item" else term
+                if any(_names_axis(argument, axes) for argument in term):
+                    return True
+                work += _tiles_of(term)
+        return False
+
     def tiles_in(self, number: int, stop: Callable[[int], bool]) -> Iterator[Tiles]:
         """The tiles that a term is made of, but for those inside of terms for which `stop`, nearest first."""
         seen, work = {number}, [number]
@@ -56,6 +72,12 @@ def _tiles_of(argument: object) -> Iterator[Tiles]:
     elif isinstance(argument, tuple | JoinedValues):
         for item in argument if isinstance(argument, tuple) else argument.pieces:
             yield from _tiles_of(item)
+
+
+def _names_axis(argument: object, axes: Collection[str]) -> bool:
+    if isinstance(argument, Integer):
+        return any(_names_axis(one, axes) for one in argument.made)
+    return any(_names_axis(one, axes) for one in argument) if isinstance(argument, tuple) else argument in axes
 
 
 def constant(argument: object) -> object:
