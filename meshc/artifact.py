@@ -4,7 +4,7 @@
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
     program.json             ports, schedule or pipeline, plan, mesh, mode, backend, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
-    traced.py                the traced graph that they were made of, for a proof; not there if it has no text
+    traced.py                the traced graph that they were made of, for a proof; not there if it has no text, and may be removed
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
 
@@ -36,9 +36,10 @@ from meshc.text.printer import print_stage
 
 if TYPE_CHECKING:
     from meshc.check import consistency as checker
-    from meshc.check.rule_shardings import RulesProtocol
+    from meshc.proof import program_proof
 else:
     checker = LazyModule("meshc.check.consistency")
+    program_proof = LazyModule("meshc.proof.program_proof")
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 6
@@ -95,31 +96,29 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    allow_edited: bool = False,
-    allow: Iterable[str] = (),
-    rules: RulesProtocol | None = None,
-    own: bool = False,
+    path: str | os.PathLike[str], *, allow_edited: bool = False, prove: bool = True, allow: Iterable[str] = (), own: bool = False
 ) -> PlainProgram:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
-    any case. `allow` names libraries beside torch's and meshc's whose operators programs may name in this process from now on (`mylib`,
-    `mylib=package.module`); their modules are imported. With the operators' `rules` (`meshc.rules`) every line's sharding is checked
-    against what its operator makes of its operands'; without them, what collectives make. `own`: it is this user's own, in a folder that
-    nobody else can write: its lines are read as ever and compared with their hashes, and not with each other.
+    any case, and with `prove` an edited program is proved to be its traced graph still, unless `traced.py` is gone from the folder.
+    `allow` names libraries beside torch's and meshc's whose operators programs may name in this process from now on (`mylib`,
+    `mylib=package.module`); their modules are imported. `own`: it is this user's own, in a folder that nobody else can write: its
+    lines are read as ever and compared with their hashes, and not checked.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.
     """
     for words in allow:
         libraries.allow(words)
     folder = Path(path)
     files, version = _manifest(folder)
+    edited = False
     for name, entry in files.items():
         if name in TENSORS or name == TRACED:  # what they hold is compared when it is read
             _check_size(folder, name, entry)
         elif not (_is_text(name) and allow_edited):
             _check(folder, name, entry, editable=_is_text(name))
+        else:
+            edited = edited or _sha256(folder / name) != entry["sha256"]
     for name in (PROGRAM, CONSTANTS):
         _listed_file(folder, name, files)
     told = cast(program_description.ProgramDescription, _json(folder / PROGRAM))
@@ -129,7 +128,9 @@ def load(
             raise ArtifactError(f"{folder} is of version {version}, whose zigzag order is another one, and has attention in that order: "
                                 "compile and save the program again")  # fmt: skip
         if not own:
-            checker.check_program(program, str(folder / PROGRAM), rules)
+            checker.check_program(program, str(folder / PROGRAM))
+        if edited and prove:
+            _refuse_unproved(program, folder)
         return program
     except ArtifactError as error:
         if str(folder) in str(error):
@@ -138,6 +139,20 @@ def load(
     except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         kind = "" if isinstance(error, MeshcError) else f"{type(error).__name__} "
         raise ArtifactError(f"{folder / PROGRAM} does not describe a program: {kind}{error}") from error
+
+
+def _refuse_unproved(program: PlainProgram, folder: Path) -> None:
+    """Raises ArtifactError for an edited program that is not proved to be the traced graph that it came with."""
+    if program.traced is None:
+        return
+    for sizes in program_proof.tried_sizes(program):
+        proof = program_proof.prove(program, program.traced.stage, program.constants, sizes)
+        if proof.failures:
+            raise ArtifactError(
+                f"{folder} was edited, and is not proved to compute what it was compiled from:\n{proof.failures[0].in_text(program)}\n"
+                "  what to do: put the line right; or compare its numbers with the model's (`meshc verify PATH --model FILE.py:FUNCTION "
+                f"--allow-edited`), and to run it as it is, whatever it computes, remove {folder / TRACED}"
+            )
 
 
 def open_weights(path: str | os.PathLike[str]) -> TensorFile:
@@ -173,7 +188,7 @@ def _read_traced(folder: Path, entry: ManifestEntry) -> Stage:
 
 
 def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:
-    """The files that the manifest lists, each inside the folder and there; and its version."""
+    """The files that the manifest lists, each inside the folder and there, but for a traced graph that was removed; and its version."""
     if not folder.is_dir():
         raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
@@ -195,12 +210,16 @@ def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:
         for part in (folder / pure, *(folder / parent for parent in pure.parents if parent.parts)):
             if part.is_symlink():
                 raise ArtifactError(f"{part} is a link, which may lead out of the program's folder: nothing was read")
-        if not (folder / pure).is_file():
+        if not (folder / pure).is_file() and not _is_removed_graph(folder, name):
             raise ArtifactError(f"{folder} is damaged: {name}, which its manifest lists, is missing; save or copy the program again")
         hashed = "header" if name in TENSORS else "sha256"
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
-    return cast(dict[str, ManifestEntry], files), version
+    return {name: cast(ManifestEntry, entry) for name, entry in files.items() if not _is_removed_graph(folder, name)}, version
+
+
+def _is_removed_graph(folder: Path, name: str) -> bool:
+    return name == TRACED and not (folder / name).exists()
 
 
 def _has_orders(program: PlainProgram) -> bool:

@@ -1,11 +1,12 @@
 """Consistency of a program's text: signature, stages, keys and schedule against each other, before anything runs.
 
     ports      inputs and outputs have valid types in natural order; constants have the declared shapes and dtypes
-    stages     each value has the type and sharding that its operator returns (`stage.py`, `sharding_walk.py`);
-               regions can be compiled
+    stages     each value has the shape and dtype that its operator returns (`stage.py`); regions can be compiled
     storage    memory that values share (`meshc/ir/sharing.py`): no read of an overwritten value, no result in memory kept between calls
     keys       a key has one type in the signature and in all stages that write or read it
     schedule   runs existing stages on existing values; collectives that start early start with complete sums (`starts.py`)
+
+Whether values are sharded as their types say, and are what the model computes, is a proof's to say (`meshc/proof`).
 
 Programs with dynamic sizes are checked at the hints and at both ends of the ranges. To run at other sizes, `check_program` is called on the
 result of `instance.at`.
@@ -21,10 +22,8 @@ from itertools import islice, zip_longest
 from torch.fx import Graph, Node
 
 from meshc import ir
-from meshc.check import bucket_order, host_values, indices, overwrites, phases, sharding_walk, used_rows_readers
-from meshc.check.inferred_sharding import without_microbatches
+from meshc.check import host_values, overwrites, phases, used_rows_readers
 from meshc.check.info import faults_of_info
-from meshc.check.rule_shardings import RulesProtocol
 from meshc.check.stage import faults as faults_of_stage
 from meshc.check.stage import may_view
 from meshc.check.starts import faults_of_lists
@@ -36,7 +35,7 @@ from meshc.ir.mesh import axis_sizes
 from meshc.ir.regions import blocks, microbatch_integers, region_of, why_alone
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
-from meshc.ir.spmd import joins_stages
+from meshc.ir.spmd import MICROBATCH, joins_stages
 from meshc.pipelining.pipeline_stages import slot
 from meshc.program import instance
 from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
@@ -50,12 +49,9 @@ SHOWN = 10
 """Most faults that one error lists."""
 
 
-def check_program(program: PlainProgram, where: str, rules: RulesProtocol | None = None) -> None:
-    """Raises ArtifactError that lists faults of a program; `where` is the file of the program's signature and schedule.
-
-    `rules` are the operator rules (`meshc.rules`); without rules shardings are followed only through collectives, views and slices.
-    """
-    found = list(islice(_all_faults(program, where, rules), SHOWN + 1))
+def check_program(program: PlainProgram, where: str) -> None:
+    """Raises ArtifactError that lists faults of a program; `where` is the file of the program's signature and schedule."""
+    found = list(islice(_all_faults(program, where), SHOWN + 1))
     if not found:
         return
     more = ["and more"] if len(found) > SHOWN else []
@@ -63,7 +59,7 @@ def check_program(program: PlainProgram, where: str, rules: RulesProtocol | None
     raise ArtifactError("\n".join([*found[:SHOWN], *more, advice]))
 
 
-def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> Iterator[str]:
+def _all_faults(program: PlainProgram, where: str) -> Iterator[str]:
     yield from _axes(program, where)
     if program.backend not in BACKENDS:
         yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
@@ -74,9 +70,9 @@ def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) 
     except ScheduleError as error:
         yield f"{where}, pipeline: {error}"
         return
-    for world in _worlds(program):
+    for world in worlds(program):
         found = False
-        for fault in _faults(world, where, rules):
+        for fault in _faults(world, where):
             found = True
             yield fault
         for stage in () if found else world.stages.values():  # these checks assume lines with correct types
@@ -87,7 +83,7 @@ def _all_faults(program: PlainProgram, where: str, rules: RulesProtocol | None) 
             return
 
 
-def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
+def worlds(program: PlainProgram) -> Iterator[PlainProgram]:
     """The program at fixed sizes: at the hints of its dynamic sizes, and at the ends of their ranges that the program accepts."""
     if not program.dynamic:
         yield program
@@ -100,18 +96,16 @@ def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
             continue
 
 
-def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> Iterator[str]:
-    sizes = program.axis_sizes
-    sound, handed = True, sharding_walk.CrossStageShardings(program)
+def _faults(program: PlainProgram, where: str) -> Iterator[str]:
+    sizes, sound = program.axis_sizes, True
     for stage in program.stages.values():
         wrong = dict(faults_of_stage(stage, sizes))
         sound = sound and not wrong
-        wrong = wrong or dict(_faults_of_lines(stage, sizes, rules, handed))
+        wrong = wrong or dict((*overwrites.faults(stage, may_view), *phases.faults(stage)))
         yield from (_fault_text(stage, name, why) for name, why in wrong.items())
     for name, value, why in _faults_of_regions(program):
         yield _fault_text(program.stages[name], value, f"{value}: {why}")
-    of_lines = *faults_of_started(program), *_faults_of_joint_collectives(program)
-    for name, value, why in (*of_lines, *(indices.faults(program.stages, sizes, rules) if rules else ())) if sound else ():
+    for name, value, why in (*faults_of_started(program), *_faults_of_joint_collectives(program)) if sound else ():
         yield _fault_text(program.stages[name], value, why)
     for port in (*program.inputs, *program.outputs):
         try:
@@ -124,16 +118,6 @@ def _faults(program: PlainProgram, where: str, rules: RulesProtocol | None) -> I
     yield from _constants(program, where)
     yield from _schedule(program, where)
     yield from (f"{where}: {why}" for why in faults_of_lists(program))
-
-
-def _faults_of_lines(
-    stage: Stage, sizes: Mapping[str, int], rules: RulesProtocol | None, handed: sharding_walk.CrossStageShardings
-) -> Iterator[tuple[str, str]]:
-    """(value, message) for lines with correct shapes and dtypes: faults of shardings, bucket order, overwrites and phases."""
-    yield from sharding_walk.faults(stage, sizes, rules, handed)
-    yield from bucket_order.faults(stage, sizes)
-    yield from overwrites.faults(stage, may_view)
-    yield from phases.faults(stage)
 
 
 def _faults_of_joint_collectives(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
@@ -268,7 +252,11 @@ def _is_same_type(one: Record, other: Record) -> bool:
 def _is_same_sharding(one: Sharding | None, other: Sharding | None) -> bool:
     if one is None or other is None:
         return True
-    return one.dims == other.dims and without_microbatches(one) == without_microbatches(other)
+    return one.dims == other.dims and _without_microbatches(one) == _without_microbatches(other)
+
+
+def _without_microbatches(sharding: Sharding) -> dict[str, str]:
+    return {axis: how for axis, how in sharding.partial if axis != MICROBATCH}
 
 
 def _constants(program: PlainProgram, where: str) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from meshc import rules
 from meshc.program.program import BACKENDS
 from meshc.runtime.saved.run_saved import RunRequest, run_saved
 
@@ -28,5 +27,5 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    asked = {one.name: getattr(options, one.name) for one in fields(RunRequest) if one.name != "rules"}
-    run_saved(RunRequest(rules=rules, **asked))
+    asked = {one.name: getattr(options, one.name) for one in fields(RunRequest)}
+    run_saved(RunRequest(**asked))

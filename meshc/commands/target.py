@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.api import compile
 from meshc.cost import devices
 from meshc.errors import CompileError, MeshcError, PlanError
@@ -49,8 +49,8 @@ def compile_target(target: Target, mesh: Mesh, plan: Any, grad: bool, **more: An
 
 
 def load_program(path: str | Path, options: argparse.Namespace) -> PlainProgram:
-    """A saved program, read under the command's safety options."""
-    return artifact.load(path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    """A saved program, read under the command's safety options. Edited ones are proved by `meshc prove`, and before they run."""
+    return artifact.load(path, allow_edited=options.allow_edited, prove=False, allow=options.allow)
 
 
 def add_grad(command: argparse.ArgumentParser, done: str = "compiled") -> None:

@@ -91,6 +91,24 @@ def waits(nodes: Iterable[Node], arriving: Collection[Node] = ()) -> dict[Node, 
     return found
 
 
+def most_bytes(nodes: Iterable[Node]) -> int:
+    """Most bytes that the collectives and host copies of a stage hold at once: operands that stay, copies that are sent, results."""
+    nodes = list(nodes)
+    ended: dict[Node, list[Node]] = {}
+    for one, before in waits(nodes).items():
+        ended.setdefault(before, []).append(one)
+    flying: dict[Node, int] = {}
+    now = most = 0
+    for node in nodes:
+        now -= sum(flying.pop(one) for one in ended.get(node, ()))
+        if node.op == "call_function" and (spmd.is_collective(node.target) or spmd.is_host_copy(node.target)):
+            kept = local_bytes(record(node.all_input_nodes[0])) if holds_operand(node) else 0
+            flying[node] = kept + sent_bytes(node) + local_bytes(record(node))
+            now += flying[node]
+            most = max(most, now)
+    return most
+
+
 def holds_operand(node: Node) -> bool:
     """Whether a node's operand stays in memory until the node has been waited for."""
     return node.target is spmd.to_host or (node.target in _HOLD and not sent_bytes(node) and not _is_alone(node))

@@ -26,6 +26,7 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.ops.optim import WRITTEN
 from meshc.program.accumulate import whole_of
+from meshc.program.in_flight import most_bytes
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
 from meshc.proof.compacted_rows import UsedRows
@@ -36,7 +37,7 @@ from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
 from meshc.proof.proved_updates import ONE_OF, walk_update, walk_write
-from meshc.proof.replay import REFUSED, LoweringReplays, Told, padding_fault
+from meshc.proof.replay import MOST, REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
@@ -83,12 +84,13 @@ class Erasure:
             found, own = self.keyed.get(key), ports[key].sharding if key in ports else None
             sharding = whole_sharding(want.shape) if own is None else own
             if not isinstance(found, Tiles) or not is_value(want, sharding, found, self.sizes):
-                self.fail(stage, node, f"{key} is not what the traced graph gives")
+                self.fail(stage, node, f"{key} is not what the traced graph gives" if key in given else f"nothing gives {key}")
         for key in self.traced.of_one_microbatch:
             self.fail(last, next(iter(last.graph.nodes)), f"{key} is of one microbatch, and nothing says what it is of all")
         for key in ports.keys() - self.traced.results.keys():
             stage, node = given.get(key, (last, next(iter(last.graph.nodes))))
             self.fail(stage, node, f"the traced graph gives no {key}")
+        self.proof.in_flight = max(most_bytes(stage.graph.nodes) for stage in self.program.stages.values())
         for why in schedule_faults(self.program):
             self.fail(last, next(iter(last.graph.nodes)), why)
         return self.proof
@@ -207,7 +209,8 @@ class Erasure:
         port = self.entering[key]
         if port.shape != value.shape:  # the rows of all microbatches
             if prod(port.shape) != prod(value.shape) * self.program.microbatches:
-                self.fail(stage, node, f"{key} is {list(port.shape)}, of which {self.program.microbatches} microbatches are {list(value.shape)} each")
+                count = self.program.microbatches
+                self.fail(stage, node, f"{key} is {list(port.shape)}, of which {count} microbatches are not {list(value.shape)} each")
             self.facts.add(value, Fact(value, whole_sharding(value.shape)))
             value = Tiles(value.root, dims_of_shape(port.shape))
         sharding = port.sharding or whole_sharding(value.shape)
@@ -262,13 +265,21 @@ class Erasure:
         elif isinstance(found, Tiles) and self.prove_part(node, found, sharding, values):
             return
         else:
-            why = "nothing says what it is" if hint is None else self.prove_lowering(node, found, sharding, *hint)
+            why = self.unlike_operand(node, sharding) if hint is None else self.prove_lowering(node, found, sharding, *hint)
             if why and hint is not None and isinstance(found, Tiles) and self.prove_moved(node, found, sharding, hint):
                 why = ""
             if why and hint is not None and isinstance(found, Tiles) and self.prove_stacked(node, found, sharding, hint):
                 why = ""
             if why:
                 self.fail(stage, node, why, None if hint is None else hint[0])
+
+    def unlike_operand(self, node: Node, sharding: Sharding) -> str:
+        """Why a line that says of no traced value that it is one is none of its operands either."""
+        for x in node.all_input_nodes:
+            fact = self.known.get(x)
+            if fact is not None and (made := self.traced.makers.get(fact.value.root)) is not None:
+                return f"{x} is the traced {made[0]} as {fact.sharding}, of which this line does not make {sharding}"
+        return "nothing says what it is"
 
     def prove_stacked(self, node: Node, found: Tiles, sharding: Sharding, hint: tuple[Node, int]) -> bool:
         """Whether a line is what ranks add to a sum, each as a row of its own: partial over the axes that split the rows."""
@@ -386,7 +397,7 @@ class Erasure:
         leaves += [one for one in (self.held[o] for o in node.all_input_nodes) if isinstance(one, Tiles)]
         read = {leaf.root for leaf in leaves}.union(roots)
         why, other = "", ""
-        for (row, way), told in itertools.product(self.replays.ways(rule, tensors, leaves), guesses):
+        for (row, way), told in itertools.islice(itertools.product(self.replays.ways(rule, tensors, leaves), guesses), MOST):
             try:
                 made = self.replays.replay(n, rule, row, way, told, sharding is not None)
             except REFUSED as refused:

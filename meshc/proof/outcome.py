@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from meshc.ir import has_record, op_name, records
+from meshc.program.program import PlainProgram
 
 TRUSTED = "torch's trace of the model, what operators and the runtime do, pipelines' lists, and the rules and lowerings of"
 
@@ -22,6 +23,12 @@ class UnprovedLine:
     line: Node
     why: str
     should_be: Node | None = None
+
+    def in_text(self, program: PlainProgram) -> str:
+        """A message with the file and the line of a program that was read from a text."""
+        origin = program.stages[self.stage].origin
+        wanted = "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
+        return str(self) if origin is None else origin.fault(self.line.name, self.why) + wanted
 
     def __str__(self) -> str:
         wanted = "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
@@ -38,6 +45,7 @@ class ProgramProof:
     kinds     number of lines by how they are proved
     failures  lines that are not proved, in order
     trusted   number of lines that take the rule and the lowering of an operator as they are, by operator
+    in_flight most bytes that collectives and host copies of a stage hold on a rank at once
     seconds   that it took
     made_by   the pass behind which the first line is not proved; "" if nobody has looked
     """
@@ -48,6 +56,7 @@ class ProgramProof:
     kinds: Counter[str] = field(default_factory=Counter)
     failures: list[UnprovedLine] = field(default_factory=list)
     trusted: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
     seconds: float = 0.0
     sizes: str = ""
     made_by: str = ""
@@ -64,7 +73,8 @@ class ProgramProof:
         at = f", at {self.sizes}," if self.sizes else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         what = f"proved: {self.lines} lines of a rank on {self.mesh}{at} are the traced graph's {self.values} values"
-        return f"{what}: {kinds}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
+        flying = f"{self.in_flight / 2**10:,.1f} KiB in flight at most"
+        return f"{what}: {kinds}; {flying}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
 
 
 def _text(node: Node) -> str:

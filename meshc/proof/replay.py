@@ -24,8 +24,8 @@ from meshc.rules.rule import Rule, Turns
 
 REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
 """What a rule raises that is asked for a lowering that it does not have."""
-MOST: Final = 64
-"""Combinations of forms of a call's operands that are tried for one line."""
+MOST: Final = 128
+"""Lowerings of a call, each for some forms of its operands, that are tried for one line. Programs' lines have taken 17 at most."""
 MOST_PARTS: Final = 32
 """Parts in which the rows of a recurrence may take turns."""
 Told = tuple[Sharding | None, ...]
@@ -53,9 +53,11 @@ class LoweringReplays:
             yield from itertools.product(self._forms(rule, tensors, leaves), some)
             return
         at_home = list(dict.fromkeys(map(in_home_order, leaves)))
-        yield from itertools.product(self._forms(rule, tensors, at_home), [LoweringWay(), LoweringWay(uses_zigzag=True)])
-        if at_home != [*leaves]:
-            yield from itertools.product(self._forms(rule, tensors, leaves), [LoweringWay(uses_zigzag=True, is_in_zigzag=True)])
+        at_once = itertools.product(self._forms(rule, tensors, at_home), [LoweringWay(), LoweringWay(uses_zigzag=True)])
+        there = self._forms(rule, tensors, leaves) if at_home != [*leaves] else iter(())
+        in_order = ((row, LoweringWay(uses_zigzag=True, is_in_zigzag=True)) for row in there)
+        for pair in itertools.zip_longest(in_order, at_once):
+            yield from (one for one in pair if one is not None)
 
     def _forms(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[Form, ...]]:
         values = [self._traced.values[value_of(tensor)] for tensor in tensors]

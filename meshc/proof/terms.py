@@ -39,7 +39,7 @@ class TermTable:
         return self._terms[number]
 
     def varies_along(self, x: Tiles, axes: Collection[str], known: Collection[int]) -> bool:
-        """Whether a rank has other elements than ranks elsewhere along axes, or might: whether anything in what made it says a place there."""
+        """Whether ranks elsewhere along axes have other elements, or might: whether anything that made it says a place there."""
         seen, work = set[int](), [x]
         while work:
             one = work.pop()

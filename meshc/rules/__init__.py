@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from meshc.rules.elementwise import is_pointwise
 from meshc.rules.families import every_family, operator_of
-from meshc.rules.index_bounds import only_moves, ranges
 from meshc.rules.operator import Operator
 from meshc.rules.partial import deferrals
 from meshc.rules.rule import Positions, Rule, pointwise
@@ -48,5 +47,5 @@ def has_rule(target: object) -> bool:
 
 
 __all__ = [
-    "Operator", "Rule", "deferrals", "every_family", "has_rule", "in_any_order", "only_moves", "operator_of", "ranges", "rule_of",
+    "Operator", "Rule", "deferrals", "every_family", "has_rule", "in_any_order", "operator_of", "rule_of",
 ]  # fmt: skip

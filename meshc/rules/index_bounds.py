@@ -33,14 +33,6 @@ def only_moves(node: Node) -> bool:
     return operator_of(node.target).moves
 
 
-def ranges(node: Node, tensors: list[Node]) -> list[tuple[int, int, int, int | None]]:
-    """(operand, low, high, ignore) of each index that a node reads or writes by; empty for shapes that the operator does not accept."""
-    try:
-        return [(one.operand, one.low, one.high, one.ignore) for one in bounds_of(node, tensors)]
-    except (IndexError, AssertionError):
-        return []
-
-
 def origin(node: Node) -> Node:
     """The node that computed a value's integers: `node`, without the operators after it that only move them."""
     while node.op == "call_function":

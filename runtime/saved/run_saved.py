@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact, environment
-from meshc.check.rule_shardings import RulesProtocol
 from meshc.errors import InputError, StateError, lines_of
 from meshc.files import tensor_file
 from meshc.files.folders import write_file, write_text, writing
@@ -47,8 +46,7 @@ WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...},
 @dataclass(frozen=True)
 class RunRequest:
     """The request of the command line. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
-    is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load. With `rules`
-    (`meshc.rules`) the program's types are checked against them.
+    is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load.
     """
 
     path: str
@@ -62,7 +60,6 @@ class RunRequest:
     allow: Sequence[str] = ()
     numbers: str | None = None
     rebalance_every: int | None = None
-    rules: RulesProtocol | None = None
 
 
 def run_command(program: PlainProgram, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
@@ -73,7 +70,7 @@ def run_command(program: PlainProgram, path: str | Path, rest: str = "--inputs F
 
 def run_saved(ask: RunRequest) -> None:
     """Run a saved program in this process. Raises StateError if the launcher started another number of ranks than the program has."""
-    program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow, rules=ask.rules)
+    program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow)
     world = environment.world_size()
     _check(program, ask, world)
     device = torch.device("cpu")

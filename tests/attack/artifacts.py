@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.errors import ArtifactError, MeshcError
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram, Port
@@ -106,7 +106,7 @@ def _used(folder: Path) -> str | None:
                     for key in state.tensors:
                         state.tile(key, None, {}, {})
                 return None
-            program = artifact.load(folder, allow_edited=True, rules=rules)
+            program = artifact.load(folder, allow_edited=True)
     except ArtifactError as error:
         return None if str(folder) in str(error) else f"the message names no file: {error}"
     try:

@@ -161,9 +161,6 @@ WRONG: list[tuple[str, str]] = [
     ('y: "int" = tile_start(9, [2], [0, 1])', "a tile has a count and a coordinate for each axis"),
     ('y: "int" = tile_start(9, [0], [1])', "the number of tiles is 0"),
     ('y: "f32[2, 8]" = getitem(x, 0)', "it takes result 0 of a value that has one"),
-    # the sharding that a collective gives
-    ('y: "f32[batch 4/dp, width 8]" = all_reduce(x, ["dp"], "sum")', "is not partial over dp"),
-    ('y: "f32[batch 8/dp, width 8] local(4, 8)" = all_gather(x, ["dp"], 0)', "all_gather"),
 ]  # fmt: skip
 
 

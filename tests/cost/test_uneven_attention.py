@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.cost.devices import assume_device, device
 from meshc.program.program import PlainProgram
 from tests.formulas.uneven_attention import uneven_attention
@@ -107,5 +107,5 @@ def test_a_bias_that_hides_nothing_is_not_listed() -> None:
 def test_a_loaded_program_says_it_too(tmp_path: Path) -> None:
     program = compiled(Attends(16, is_causal=True), "cp=2", "gather", 64)
     artifact.save(program, tmp_path / "gathered.meshc")
-    loaded = artifact.load(tmp_path / "gathered.meshc", rules=rules)
+    loaded = artifact.load(tmp_path / "gathered.meshc")
     assert uneven_attention(loaded, H100) == uneven_attention(program, H100) != []

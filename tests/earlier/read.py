@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshc import rules
 from meshc.runtime.saved.run_saved import RunRequest, run_saved
 from meshc.runtime.saved_state import load_model
 from tests.earlier.write import batches, compiled, decoder
@@ -50,7 +49,7 @@ def run_artifact(path: str, name: str, out: str) -> None:
     if name == "folder":
         name, files, state = "program", files[1:], str(folder / name)
     run_saved(
-        RunRequest(str(folder / name), files, out, state=state, save_state=None if name == "forward" else f"{out}/state", rules=rules)
+        RunRequest(str(folder / name), files, out, state=state, save_state=None if name == "forward" else f"{out}/state")
     )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.check import check_program
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
@@ -146,7 +146,7 @@ def test_types_are_right(
     inputs = {"x": torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()}
     program = meshc.compile(Typed(function, weight), meshc.Mesh(mesh), kwargs=inputs, plan=plan)
     assert isinstance(program.compiled, PlainProgram)
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
@@ -321,7 +321,7 @@ def test_a_step_that_the_checker_takes(model: nn.Module, mesh: str, plan: str, s
     x, y = (torch.arange(8) % 3 if shape is None else torch.randn(shape, dtype=torch.float64) for shape in shapes)
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     program = meshc.compile(step, meshc.Mesh(mesh), kwargs={"x": x, "y": y}, plan=plan)
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
@@ -332,7 +332,7 @@ def test_a_step_reads_the_gradient_of_a_bias_alone() -> None:
     model = BiasAlone()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x, "y": y}, plan="a: seq")
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
@@ -343,7 +343,7 @@ def test_many_operands_of_one_operator_are_checked() -> None:
         return torch.cat([x * float(index) for index in range(30)])
 
     program = meshc.compile(joined, meshc.Mesh("a=2"), kwargs={"x": torch.ones(4, 3)}, plan="a: batch")
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
 
 
 class RowsByRows(nn.Module):
@@ -387,7 +387,7 @@ def test_a_column_a_rank_is_read_by_every_microbatch() -> None:
     model = Resized()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
     program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x}, plan="a: f3")
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
@@ -407,7 +407,7 @@ def test_one_row_a_rank_is_added_where_an_index_says() -> None:
     model = ChosenRows()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
     program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": x}, plan="a: batch")
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
@@ -449,7 +449,7 @@ class Halves(nn.Module):
 def test_a_program_that_the_checker_takes(model: nn.Module, mesh: str, plan: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     inputs = {name: torch.randn(shape, dtype=torch.float64) for name, shape in zip("xy", shapes, strict=False)}
     program = meshc.compile(model, meshc.Mesh(mesh), kwargs=inputs, plan=plan)
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
@@ -469,5 +469,5 @@ def test_a_recomputed_view_is_not_one_of_another_sharding() -> None:
     inputs = {"rows": torch.tensor([0, 1]), "columns": torch.tensor([1, 1])}
     options = meshc.Options(remat="cheap")
     program = meshc.compile(Kronecker(), meshc.Mesh("a=4"), kwargs=inputs, plan="a: batch", options=options)
-    check_program(program.compiled, "the program", rules)
+    check_program(program.compiled, "the program")
     assert meshc.verify(program, dtype=torch.float64).ok

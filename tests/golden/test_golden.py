@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from meshc import rules
 from meshc.check import check_program
 from tests.broad import broad
 from tests.golden import __main__ as command
@@ -27,7 +26,7 @@ def test_a_program_is_the_stored_one(name: str) -> None:
     stored = Golden.read(name)
     assert stored is not None, f"{name} has no files yet{ADVICE}"
     compiled = CASES[name]().compiled
-    check_program(compiled, name, rules)
+    check_program(compiled, name)
     prints, text = stored.differences(Golden.of(compiled))
     assert not prints, "the fingerprint has changed:\n" + "\n".join(prints) + ADVICE
     assert not text, "the text has changed, the fingerprint has not:\n" + "\n".join(text[:60]) + ADVICE

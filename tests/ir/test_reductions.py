@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from meshc import rules
-from meshc.check import sharding_walk
 from meshc.errors import ArtifactError
 from meshc.ir import spmd
 from meshc.ir.keys import AccumulationKind
@@ -21,29 +19,18 @@ from meshc.ir.reductions import REDUCTIONS, Reduction
 from meshc.ir.sharding import Part, Sharding
 from meshc.program import accumulate
 from meshc.program.program import Stage
+from meshc.proof.evaluate import Evaluator
+from meshc.proof.terms import TermTable
+from meshc.proof.tiles import Tiles
 from meshc.rules import reduction, statistics
 from meshc.rules.operator import Operator
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.brute_force import Sample, prove
 from meshc.testing.rank_tiles import assemble, tiles
-from meshc.text.parse import parse_stage
+from meshc.text.parse import parse_type
 
 aten = torch.ops.aten
 PRODUCT: Final = Reduction(torch.mul, 1.0, False, "multiply", AccumulationKind("factor"), AccumulationKind("product"), torch.div)
-TEXT = """@ranks("dp=2,tp=2")
-def main(
-    x: "f32[batch 5/tp, width 8]" = "input:x",
-    s: "f32[batch 5/tp, width 8] partial(product: dp)" = "input:s",
-    w: "f32[batch 6, width 8] partial(product: dp)" = "input:w",
-):
-    d: "int" = coordinate("tp")
-    n: "int" = tile_count(5, [2], [d])
-    LINES
-    return {
-        "output:x": x,
-    }
-"""
-
 
 @pytest.fixture(autouse=True)
 def product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +41,6 @@ def product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, record: Reduction) -> None:
     monkeypatch.setitem(REDUCTIONS, "product", record)  # type: ignore[misc] # a dict, which is typed so that nobody writes to it
-
-
-def told(*lines: str) -> list[str]:
-    return [said for _, said in sharding_walk.faults(parse_stage(TEXT.replace("LINES", "\n    ".join(lines))), {"dp": 2, "tp": 2}, rules)]
 
 
 def all_reduced(terms: list[torch.Tensor], mesh: Mesh) -> list[list[float]]:
@@ -76,39 +59,21 @@ def test_ranks_that_reduce_have_the_product() -> None:
     torch.testing.assert_close(torch.tensor(all_reduced(terms, mesh)), whole.expand(3, 2))
 
 
-REDUCED = 'y: "f32[batch 5/tp, width 8]" = all_reduce(s, ["dp"], "product")'
-ONES = 'm: "f32[3, 8]" = mask(s, 0, n, 1.0)'
-ZEROS = 'm: "f32[3, 8]" = mask(s, 0, n, 0.0)'
-OF_MASKED = 'y: "f32[3, 8]" = all_reduce(m, ["dp"], "product")'
-OVER_ROWS = 'z: "f32[width 8] partial(product: tp)" = aten.prod.dim_int(y, 0)'
-CLAIM = 'y: "f32[batch 5/tp, width 8] pad(zero: 0.0)" = all_reduce(m, ["dp"], "product")'
+def proved(how: str, *padding: tuple[str, float]) -> Tiles:
+    """What is known of a sum of products once it is reduced, in a proof: rows over uneven tiles, with what is known of their padding."""
+    terms = TermTable()
+    root = terms.number("port", "input:s")
+    x = Tiles(root, (((8, 3),), ((1, 8),)), (("tp", 24),), (("dp", "product"),), padding)
+    return Evaluator(terms, {"dp": 2, "tp": 2}, {root}, {root: 40}).all_reduce(x, ["dp"], how)
 
 
-def test_the_checker_lets_through_what_is_right() -> None:
-    assert told(REDUCED) == []
-    assert told(ONES, OF_MASKED, OVER_ROWS) == [], "a product of ones is one, which changes no product"
-    assert told('y: "f32[batch 6/dp, width 8]" = reduce_scatter(w, ["dp"], 0, "product")') == []
-    assert told('t: "f32[width 8, batch 5/tp] partial(product: dp)" = aten.t(s)') == [], "a view moves any entries"
-
-
-@pytest.mark.parametrize(("lines", "why"), [
-    ((REDUCED, OVER_ROWS), "it takes the padding of y in, which is [batch 5/tp] and holds anything there: mask it with 1.0"),
-    ((ZEROS, OF_MASKED, OVER_ROWS), "it takes the padding of y in, which is [batch 5/tp] and holds anything there: mask it with 1.0"),
-    ((ZEROS, CLAIM), "its type says that the padding of [batch 5/tp] is zero; as its line makes it, it holds anything"),
-    ((REDUCED, 'z: "f32[batch 5/tp, width 8]" = all_reduce(y, ["dp"], "product")'), "its operand is not partial over dp for a product: it is partial over nothing"),
-    (('y: "f32[batch 5/tp, width 8]" = all_reduce(s, ["dp"], "sum")',), "its operand is not partial over dp for a sum: it is partial(product: dp)"),
-    (('y: "f32[batch 5/tp, width 8] partial(product: dp)" = aten.relu(s)',), "s is partial(product: dp), which aten.relu does not let through: a reduction must come first"),
-])  # fmt: skip
-def test_the_checker_refuses_what_is_wrong(lines: tuple[str, ...], why: str) -> None:
-    (said,) = told(*lines)
-    assert why in said, said
-
-
-def test_by_an_idempotent_reduction_padding_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record's word alone decides: the claim that is refused of a product is believed of what is said to be idempotent."""
-    assert told(ZEROS, CLAIM)
+def test_a_proof_takes_it_for_what_the_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced = proved("product", ("tp", 1.0))
+    assert not reduced.partial and reduced.padding == (("tp", 1.0),), "a product of ones is one"
+    assert proved("product", ("tp", 0.5)).padding == (), "of others it is another number"
+    assert proved("sum").root != reduced.root, "the sum of a product's parts is no product"
     plant(monkeypatch, replace(PRODUCT, idempotent=True))
-    assert told(ZEROS, CLAIM) == []
+    assert proved("product", ("tp", 0.5)).padding == (("tp", 0.5),)
 
 
 @pytest.mark.parametrize("wrong", [replace(PRODUCT, neutral=0.0), replace(PRODUCT, combine=torch.add)], ids=["padding", "function"])
@@ -137,4 +102,4 @@ def test_parts_of_microbatches_have_its_keys_and_its_instruction() -> None:
 
 def test_a_type_names_reductions_of_the_table_only() -> None:
     with pytest.raises(ArtifactError, match="'median: dp' is not REDUCTION: AXIS, with a reduction of sum, max, min, product"):
-        parse_stage(TEXT.replace("product: dp", "median: dp").replace("LINES", ""))
+        parse_type("f32[batch 6, width 8] partial(median: dp)", {"dp": 2})

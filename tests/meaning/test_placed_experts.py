@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc import rules
 from meshc.check import check_program
 from meshc.frontend.expert_placement import COPIES, SLOTS, WEIGHTS
 from meshc.ops.expert_copies import added_copies, choices_to_places, copies_of
@@ -159,7 +158,7 @@ def test_steps_before_and_after_equal_one_device(
         skewed(found)
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, copies=copies, **asked)
-    check_program(program.compiled, "the program", rules)  # as it is when it is loaded
+    check_program(program.compiled, "the program")  # as it is when it is loaded
     values = begun(program, found)
     paths = paths_of(values)
     chosen = chosen_in(twin, values)

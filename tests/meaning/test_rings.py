@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import meshc
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.cost import peak_memory
 from meshc.cost.devices import assume_device, device
 from meshc.errors import PlanError
@@ -496,5 +496,5 @@ SAVED = [
 def test_a_saved_program_is_read_and_checked(model: Any, tmp_path: Any) -> None:
     program = trained(model(), "cp=2", {"x": torch.randn(1, 7, 16)})
     program.save(tmp_path / "ring.meshc")
-    read = artifact.load(tmp_path / "ring.meshc", rules=rules)
+    read = artifact.load(tmp_path / "ring.meshc")
     assert "ring_shift" in kinds(read)

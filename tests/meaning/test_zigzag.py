@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.cost.devices import assume_device, device
 from meshc.cost.roofline import seconds
 from meshc.ir import op_name
@@ -112,4 +112,4 @@ def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_t
 def test_a_saved_program_is_read_and_checked(tmp_path: Any) -> None:
     program = trained(Attends(is_causal=True), "cp=2", {"x": torch.randn(1, 7, 16)}, "zigzag")
     program.save(tmp_path / "zigzag.meshc")
-    assert "to_zigzag" in kinds(artifact.load(tmp_path / "zigzag.meshc", rules=rules))
+    assert "to_zigzag" in kinds(artifact.load(tmp_path / "zigzag.meshc"))

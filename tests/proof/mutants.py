@@ -21,7 +21,6 @@ from typing import Final
 import torch
 
 import meshc
-from meshc import rules
 from meshc.check import check_program
 from meshc.errors import MeshcError
 from meshc.ir.graph import copy_graph
@@ -81,7 +80,7 @@ class Mutant:
         if found is None:
             return "no place", ""
         try:
-            check_program(found, "the mutant", rules)
+            check_program(found, "the mutant")
         except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             return "type", str(error)
         own = base(self.name)

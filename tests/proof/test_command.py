@@ -8,6 +8,7 @@ import pytest
 
 from meshc import artifact
 from meshc.__main__ import main
+from meshc.errors import ArtifactError
 
 MODEL = '''
 import torch
@@ -68,3 +69,17 @@ def test_a_program_without_its_graph_needs_its_model(saved: Path, capsys: pytest
     artifact.save(program, saved.parent / "q.meshc")
     assert main(["prove", str(saved.parent / "q.meshc")]) == 1
     assert "came without its traced graph" in capsys.readouterr().err
+
+
+def test_an_edited_program_runs_if_it_is_proved_or_has_no_graph(saved: Path) -> None:
+    """A line that says the same in other words, then one that does not, then the same of a program that no graph says anything about."""
+    text = saved / "stages" / "main.py"
+    before = text.read_text()
+    text.write_text(before.replace("hidden", "inner").replace('"] = ', '"] =  '))
+    assert artifact.load(saved, allow_edited=True)
+    text.write_text(before.replace("0.25)", "0.26)"))
+    with pytest.raises(ArtifactError, match=r"was edited, and is not proved.*\n.*stages/main.py, line \d+: .*\n    mul") as caught:
+        artifact.load(saved, allow_edited=True)
+    assert "meshc verify PATH" in str(caught.value) and f"remove {saved / 'traced.py'}" in str(caught.value)
+    (saved / "traced.py").unlink()
+    assert artifact.load(saved, allow_edited=True).traced is None

@@ -10,7 +10,6 @@ import torch
 from expecttest import assert_expected_inline
 
 import meshc
-from meshc import rules
 from meshc.check.consistency import check_program
 from meshc.ir.regions import region_of
 from meshc.ir.used_rows_dims import dim_of, of_used_rows
@@ -147,7 +146,7 @@ PADDED = {"meshc.to_groups.default", "meshc.in_slots.default", "meshc.group_mm.d
 def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     found = program(family, mesh)
     assert "meshc.used_rows.default" in operators(found) and operators(found).isdisjoint(PADDED)
-    check_program(found, "program", rules)
+    check_program(found, "program")
 
 
 @pytest.mark.broad

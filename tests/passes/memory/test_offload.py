@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.cost import peak_memory
 from meshc.cost.devices import assume_device, device
 from meshc.cost.links import copy_seconds
@@ -156,7 +156,7 @@ def test_a_saved_program_says_what_lies_on_the_host(tmp_path: Path) -> None:
     ask = {"args": (torch.zeros(4, 3),), "kwargs": {"target": torch.zeros(4, 3)}}
     program = meshc.compile(step, meshc.Mesh("dp_shard=2"), plan="offload *\noffload state", **ask)
     program.save(tmp_path / "program")
-    again = artifact.load(tmp_path / "program", rules=rules)
+    again = artifact.load(tmp_path / "program")
     assert hash_program(again) == hash_program(program.compiled)
     assert {port.of for port in again.inputs if port.storage == "host"} == {"up.weight", "down.weight"}
     assert peak_memory.peak_rank(again) == peak_memory.peak_rank(program.compiled)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import meshc
-from meshc import artifact, rules
+from meshc import artifact
 from meshc.cost import peak_memory
 from meshc.errors import PlanError
 from meshc.ir import op_name, record
@@ -131,7 +131,7 @@ def test_a_saved_program_is_sound(tmp_path: Path) -> None:
     """Its text says nothing of chunks but what each of their lines does; rows that pad a chunk are zeros."""
     program = tagged(5, "dp=2,tp=2", "dp: batch; store params, grads, state\ntp: vocab")
     program.save(tmp_path / "tagged.meshc")
-    assert artifact.load(tmp_path / "tagged.meshc", rules=rules).axis_sizes == {"dp": 2, "tp": 2}
+    assert artifact.load(tmp_path / "tagged.meshc").axis_sizes == {"dp": 2, "tp": 2}
 
 
 def test_only_a_step_has_a_head_and_lines_must_be_about_one() -> None:
