@@ -39,6 +39,7 @@ from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
+from meshc.rules.result_shardings import parts_of_letters, result_shardings
 
 Decision: TypeAlias = tuple[dict[Token, tuple[str, ...]], Deferred]
 """An operator's decision: the axes of each of its tokens, and the reductions that are deferred."""
@@ -154,15 +155,14 @@ class Propagator:
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         returning = instance.rule.ring_results if ring else ()
-        for index, dims in enumerate(instance.results):
-            given = sharding_by_tokens(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
-            home = given.split_axes() if index in returning else ()  # gradients of passed blocks are whole when they return
-            owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
-            for token, reduction in instance.sums[index].items():
-                owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ()) if axis not in home))
-            if instance.rule.accumulates:
-                owed[(MICROBATCH, "sum")] = None
-            self.result.given[(node, index)] = replace(given, partial=tuple(sorted(owed, key=lambda p: self.order.index(p[0]))))
+        split = [
+            sharding_by_tokens(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
+            for index, dims in enumerate(instance.results)
+        ]
+        made = result_shardings(node, instance.rule, wanted, parts_of_letters(instance.rule, wanted, split), split)
+        for index, (own, by_rule) in enumerate(zip(split, made, strict=True)):
+            owed = {*by_rule.partial, *([(MICROBATCH, "sum")] if instance.rule.accumulates else [])}
+            self.result.given[(node, index)] = replace(own, partial=tuple(sorted(owed, key=lambda row: self.order.index(row[0]))))
         said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
         self.result.reasons[node] = ", ".join(dict.fromkeys(said))
 
