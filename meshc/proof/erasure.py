@@ -32,7 +32,7 @@ from meshc.proof.chunks import joined_partial
 from meshc.proof.compacted_rows import UsedRows
 from meshc.proof.dispatched_rows import DispatchedRows
 from meshc.proof.evaluate import WITHOUT_WRITING, Evaluator, repeat_root
-from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, shardings_of_shape, whole_sharding
+from meshc.proof.facts import Fact, Facts, is_value, sharding_before_move, shardings_of_shape, whole_sharding, without_names
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
@@ -122,7 +122,7 @@ class Erasure:
         if not alike or len(met) != count or len(first.args[1]) != 1:  # type: ignore[arg-type]
             why = "stages have other collectives in its place"
         elif len(known) == len(rows) and first.target is spmd.all_reduce and first.args[2] == "sum":
-            if len({one.sharding for one in known}) == len({one.value.shape for one in known}) == 1:
+            if len({without_names(one.sharding) for one in known}) == len({one.value.shape for one in known}) == 1:
                 value = self.traced.sum_of([one.value for one in known], record(first).dtype, known[0].value.shape)
                 fact = Fact(value, known[0].sharding)
                 tiles = tiles_of(value, fact.sharding, self.sizes)
@@ -348,7 +348,7 @@ class Erasure:
         sharding = first.sharding if sharding is None else sharding
         shapes = {fact.value.shape for fact in rows}
         whys = {how for _, how in sharding.partial}
-        if len(shapes) != 1 or whys - {"sum"} or any(fact.sharding != sharding for fact in rows):
+        if len(shapes) != 1 or whys - {"sum"} or any(without_names(fact.sharding) != without_names(sharding) for fact in rows):
             return False
         value = self.traced.sum_of([fact.value for fact in rows], record(node).dtype, rows[0].value.shape)
         tiles = tiles_of(value, sharding, self.sizes)

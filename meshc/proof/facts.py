@@ -122,6 +122,12 @@ def whole_sharding(shape: Sequence[int]) -> Sharding:
     return Sharding(tuple((Part(f"dim {at}", size),) for at, size in enumerate(shape)))
 
 
+def without_names(sharding: Sharding) -> object:
+    """A sharding but for the names of factors and the order of what it is partial over."""
+    dims = tuple(tuple((part.size, part.cuts) for part in parts if part.size != 1 or part.axes) for parts in sharding.dims)
+    return dims, frozenset(sharding.partial)
+
+
 def shardings_of_shape(shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]) -> list[Sharding]:
     """Shardings in which a value may have a local shape, each dim split by one axis at most; the whole value, where an axis fits no dim."""
     rows: list[list[tuple[str, ...]]] = []

@@ -13,7 +13,7 @@ from torch.fx import Node
 from meshc.ir import Record, operands, records, value_of
 from meshc.ir.sharding import Part, Sharding, local_size, padded_parts, tile_sizes
 from meshc.proof.evaluate import Evaluator
-from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding
+from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding, without_names
 from meshc.proof.held import Held, Several
 from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
 from meshc.proof.tiles import Tiles, Unfit, in_home_order, of_size, tiles_of
@@ -66,7 +66,7 @@ class LoweringReplays:
             found: dict[object, Form] = {}
             for leaf in leaves:
                 for fact in self._facts.of(leaf, value) if leaf.root == value.root else ():
-                    found.setdefault((leaf, _without_names(fact.sharding)), (leaf, fact))
+                    found.setdefault((leaf, without_names(fact.sharding)), (leaf, fact))
             rows.append(list(found.values())[:4])
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
@@ -127,12 +127,6 @@ class LoweringReplays:
             roots = (self._evaluator.root(one.shape, "item", found.number, i) for i, one in enumerate(records(made)))
             return [root if piece is None else piece for piece, root in zip(pieces, roots, strict=True)]
         return [found]
-
-
-def _without_names(sharding: Sharding) -> object:
-    """A sharding but for the names of factors."""
-    dims = tuple(tuple((part.size, part.cuts) for part in parts if part.size != 1 or part.axes) for parts in sharding.dims)
-    return dims, frozenset(sharding.partial)
 
 
 def _fitting(
