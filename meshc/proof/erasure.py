@@ -396,15 +396,16 @@ class Erasure:
         leaves = [one for root in roots for one in self.traced.terms.tiles_in(root, self.traced.known.__contains__)]
         leaves += [one for one in (self.held[o] for o in node.all_input_nodes) if isinstance(one, Tiles)]
         read = {leaf.root for leaf in leaves}.union(roots)
+        direct = self.traced.terms.operands(found.root, n.target) if isinstance(found, Tiles) else []
         why, other = "", ""
-        for (row, way), told in itertools.islice(itertools.product(self.replays.ways(rule, tensors, leaves), guesses), MOST):
+        for (row, way), told in itertools.islice(itertools.product(self.replays.ways(rule, tensors, leaves, direct), guesses), MOST):
             try:
                 made = self.replays.replay(n, rule, row, way, told, sharding is not None)
             except REFUSED as refused:
                 other = other or str(refused)
                 continue
             result = made.results[index] if index < len(made.results) else None
-            if result != found if moved is None else not isinstance(result, Tiles) or result.root != found.root:  # type: ignore[union-attr]
+            if result != found if moved is None else not _is_moved(found, result):
                 continue
             by_rule = made.shardings[index]
             why = padding_fault(rule, row, self.sizes, read) or ("" if sharding is None else _difference(by_rule, sharding))
@@ -446,6 +447,13 @@ class Erasure:
         like: list[Sharding | None] = [sharding if one.shape == rows[index].shape else None for one in rows]
         alone = [sharding if at == index else None for at in range(len(rows))]
         return list(dict.fromkeys(map(tuple, (found, like, alone))))
+
+
+def _is_moved(found: Tiles | JoinedValues, result: Held | None) -> bool:
+    """Whether a line holds the elements of a lowering's result in other places, and ranks have no others than of that."""
+    if not isinstance(found, Tiles) or not isinstance(result, Tiles):
+        return False
+    return (found.root, found.axes, found.partial) == (result.root, result.axes, result.partial)
 
 
 def _zeros_of(x: Tiles) -> tuple[tuple[str, float], ...]:

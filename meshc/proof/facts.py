@@ -95,10 +95,10 @@ class Facts:
 
 
 def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str, int]) -> bool:
-    """Whether tiles are a value in a sharding."""
+    """Whether tiles are a value in a sharding; without elements they are any that has their shape."""
     try:
         wanted = tiles_of(value, sharding, sizes)
-        return wanted.like(tiles) or 0 in wanted.shape and (wanted.root, wanted.shape) == (tiles.root, tiles.shape)
+        return wanted.like(tiles) or 0 in wanted.shape and wanted.shape == tiles.shape
     except Unfit:
         return False
 

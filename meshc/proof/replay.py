@@ -44,30 +44,39 @@ class LoweringReplays:
         self._traced, self._evaluator, self._facts = traced, evaluator, facts
         self._memo: dict[object, Any] = {}
 
-    def ways(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[tuple[Form, ...], LoweringWay]]:
-        """Forms in which the operands of a traced call may be among what a line is made of, and the ways in which a rule may be lowered."""
+    def ways(
+        self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles], own: Sequence[Tiles]
+    ) -> Iterator[tuple[tuple[Form, ...], LoweringWay]]:
+        """Forms in which the operands of a traced call may be among what a line is made of, and the ways in which a rule may be lowered.
+
+        `own`: the operands of the line's own call, if it is of the same operator: their forms come first.
+        """
         if not rule.rings:
             some = [LoweringWay(), *([LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.zigzag else [])]
             if rule.steps is not None:
                 some += [LoweringWay(turns=Turns(letter, parts)) for parts in range(1, MOST_PARTS + 1) for letter in rule.steps.parts]
-            yield from itertools.product(self._forms(rule, tensors, leaves), some)
+            yield from itertools.product(self._forms(rule, tensors, leaves, own), some)
             return
         at_home = list(dict.fromkeys(map(in_home_order, leaves)))
-        at_once = itertools.product(self._forms(rule, tensors, at_home), [LoweringWay(), LoweringWay(uses_zigzag=True)])
-        there = self._forms(rule, tensors, leaves) if at_home != [*leaves] else iter(())
+        at_once = itertools.product(self._forms(rule, tensors, at_home, own), [LoweringWay(), LoweringWay(uses_zigzag=True)])
+        there = self._forms(rule, tensors, leaves, own) if at_home != [*leaves] else iter(())
         in_order = ((row, LoweringWay(uses_zigzag=True, is_in_zigzag=True)) for row in there)
         for pair in itertools.zip_longest(in_order, at_once):
             yield from (one for one in pair if one is not None)
 
-    def _forms(self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles]) -> Iterator[tuple[Form, ...]]:
+    def _forms(
+        self, rule: Rule, tensors: Sequence[Node], leaves: Sequence[Tiles], own: Sequence[Tiles]
+    ) -> Iterator[tuple[Form, ...]]:
         values = [self._traced.values[value_of(tensor)] for tensor in tensors]
         rows: list[list[Form]] = []
-        for value in values:
+        for at, value in enumerate(values):
             found: dict[object, Form] = {}
             for leaf in leaves:
                 for fact in self._facts.of(leaf, value) if leaf.root == value.root else ():
                     found.setdefault((leaf, without_names(fact.sharding)), (leaf, fact))
-            rows.append(list(found.values())[:4])
+            direct = (own[at].root, own[at].dims) if len(own) == len(values) else None
+            before = sorted(found.values(), key=lambda form: len(form[0].padding))  # a lowering masks what it has to
+            rows.append(sorted(before, key=lambda form, direct=direct: (form[0].root, form[0].dims) != direct)[:4])  # type: ignore[misc]
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
             others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first

@@ -38,6 +38,12 @@ class TermTable:
     def term(self, number: int) -> Term:
         return self._terms[number]
 
+    def operands(self, number: int, target: object) -> list[Tiles]:
+        """The operands of a call of `target`, or of one of whose results the term is; none of another term."""
+        term = self._terms[number]
+        term = self._terms[term[1]] if term[0] == "item" else term
+        return list(_tiles_of(term)) if term[:2] == ("call", target) else []
+
     def varies_along(self, x: Tiles, axes: Collection[str], known: Collection[int]) -> bool:
         """Whether ranks elsewhere along axes have other elements, or might: whether anything that made it says a place there."""
         seen, work = set[int](), [x]

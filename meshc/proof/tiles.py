@@ -155,7 +155,10 @@ def tiles_of_part(part: Part, unit: int, sizes: Mapping[str, int]) -> tuple[Digi
     """The local digit of a part whose positions are `unit` apart, and the digit of each of its axes."""
     counts = [sizes[axis] for axis in part.axes]
     extents = tile_sizes(part.size, counts)
-    axes = [(axis, (unit * extent, count)) for axis, extent, count in zip(part.cuts, extents[1:], counts, strict=True)]
+    axes = [
+        (axis, (END if before == 1 else unit * extent, count))  # of one position all tiles but the first are padding
+        for axis, before, extent, count in zip(part.cuts, extents, extents[1:], counts, strict=False)
+    ]
     return (unit, extents[-1]), axes
 
 
@@ -181,7 +184,7 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
             local, split = tiles_of_part(part, unit, sizes)
             found += _digits_within(own, local)
             for axis, digit in split:
-                if digit[1] > 1 and (stride := stride_within(own, digit[0])):
+                if digit[1] > 1 and (stride := END if digit[0] == END else stride_within(own, digit[0])):
                     axes[axis] = stride
         dims.append(fuse_digits(found))
     partial = tuple(sorted(sharding.partial))

@@ -26,3 +26,11 @@ def test_a_fault_that_changes_nothing_is_equal_and_one_that_changes_a_number_is_
     assert equal.outcome() == ("equal", "")
     what, why = Mutant("gpt dp tp", "exchanges_gradients", 0).outcome()
     assert what == "proof" and "no traced update takes" in why
+
+
+@pytest.mark.parametrize("mutant", [
+    Mutant("gpt inference", "leaves_an_all_reduce_out", 681398158),  # what is reshaped is partial, as its lowering's result is not
+    Mutant("gpt inference", "leaves_a_line_out", 742172624),
+], ids=str)  # fmt: skip
+def test_those_that_came_through_once_are_refused(mutant: Mutant) -> None:
+    assert mutant.outcome()[0] == "proof"
