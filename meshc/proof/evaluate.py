@@ -118,6 +118,19 @@ class Evaluator:
 
     def call(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """What a call gives; `of`: what is known of its operands."""
+        made = self._call(node, of)
+        return self.one_empty(made, records(node)[0].dtype) if isinstance(made, Tiles) else made
+
+    def one_empty(self, x: Tiles, dtype: object) -> Tiles:
+        """Values without elements are one value: each is any other of its shape."""
+        if 0 not in x.shape:
+            return x
+        root = self.terms.number("empty", str(dtype))
+        self.numel[root] = 0
+        self.known.add(root)
+        return Tiles(root, dims_of_shape(x.shape))
+
+    def _call(self, node: Node, of: Callable[[Node], Held]) -> Held:
         target = node.target
         try:
             if (on_ranks := divided.call(self, node, of)) is not None:
@@ -226,6 +239,8 @@ class Evaluator:
 
     def elementwise(self, x: Tiles, *what: Any) -> Tiles:
         """A term that holds position by position, whatever the dims."""
+        if 0 in x.shape:
+            return x
         number = self.terms.number(*what, replace(x, dims=()))
         self.numel.setdefault(number, self.numel.get(x.root, 0))
         return Tiles(number, x.dims)
@@ -252,12 +267,16 @@ class Evaluator:
     def _gather_roots(self, x: Tiles, axes: Sequence[str], dim: int, dims: Dims, *what: Any) -> Tiles:
         """All ranks' own of a root that is not known, as one root: the first rank's, the second's, ..."""
         own = self.numel[x.root]
+        if 0 in x.shape:
+            return Tiles(x.root, with_dim(dims, dim, [(1, prod(self.sizes[axis] for axis in axes)), *dims[dim]]))
         number = self.terms.number(*what, tuple(axes), replace(x, dims=()))
         count = prod(self.sizes[axis] for axis in axes)
         self.numel.setdefault(number, own * count)
         return Tiles(number, with_dim(dims, dim, [(own, count), *dims[dim]]))
 
     def reduce_scatter(self, x: Tiles, axes: Sequence[str], dim: int, how: str) -> Tiles:
+        if 0 in x.shape:
+            return Tiles(x.root, with_dim(x.dims, dim, [(1, x.shape[dim] // prod(self.sizes[axis] for axis in axes))]))
         taken, rest = major_digits(x.dims[dim], prod(self.sizes[axis] for axis in axes))
         partial = dict(x.partial)
         if x.root in self.known and all(partial.get(axis) == how for axis in axes):

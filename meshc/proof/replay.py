@@ -75,7 +75,7 @@ class LoweringReplays:
                 for fact in self._facts.of(leaf, value) if leaf.root == value.root else ():
                     found.setdefault((leaf, without_names(fact.sharding)), (leaf, fact))
             direct = (own[at].root, own[at].dims) if len(own) == len(values) else None
-            before = sorted(found.values(), key=lambda form: len(form[0].padding))  # a lowering masks what it has to
+            before = sorted(found.values(), key=lambda form: len(form[0].padding), reverse=_counts_padding(rule, at))
             rows.append(sorted(before, key=lambda form, direct=direct: (form[0].root, form[0].dims) != direct)[:4])  # type: ignore[misc]
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
@@ -152,6 +152,12 @@ def _fitting(
         dims = [(letter, runs_of(parts)) for letter, parts in zip(rule.operands[at], form[1].sharding.dims, strict=False)]
         if all(letter in apart or found.setdefault(letter, runs) == runs for letter, runs in dims):
             yield from _fitting(rule, rows, (*chosen, form), found)
+
+
+def _counts_padding(rule: Rule, at: int) -> bool:
+    """Whether padding of an operand counts, unless it has been masked."""
+    summed = {letter for sums in rule.sums for letter in sums} - {ring.letter for ring in rule.rings.values()}
+    return at in rule.clean or not rule.self_masked and not summed.isdisjoint(rule.operands[at])
 
 
 def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], read: Collection[int]) -> str:

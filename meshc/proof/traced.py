@@ -54,7 +54,10 @@ class TracedTerms:
             number = self.terms.number("port", key)
             whole = tuple(shapes.get(key, shape))
             self.numel[number] = prod(whole)
-            held[node] = self.ports[key] = rows_of_microbatch(Tiles(number, dims_of_shape(whole)), shape)
+            if 0 in whole:
+                held[node] = self.ports[key] = self._evaluator.one_empty(Tiles(number, dims_of_shape(shape)), records(node)[0].dtype)
+            else:
+                held[node] = self.ports[key] = rows_of_microbatch(Tiles(number, dims_of_shape(whole)), shape)
         for node in graph.nodes:
             if node.op == "call_function":
                 held[node] = self._call(node, held)
@@ -91,7 +94,8 @@ class TracedTerms:
         if isinstance(found, Several):
             for index, record in enumerate(records(node)):  # results that nothing in the graph reads, too
                 piece = self._evaluator.piece(node, index, held.__getitem__)
-                self.values[node, index] = piece or self._evaluator.root(record.shape, "item", found.number, index)
+                own = piece or self._evaluator.root(record.shape, "item", found.number, index)
+                self.values[node, index] = self._evaluator.one_empty(own, record.dtype)
                 self.known.add(self.values[node, index].root)
         return found
 

@@ -119,3 +119,7 @@ def test_bags_that_are_added_up_read_no_largest_rows(mode: int) -> None:
     given = (drawn(4, 3, seed=1), rows, offsets, bags, sizes)
     one, other = (aten._embedding_bag_backward.default(*given, most, 5, False, mode, False, None) for most in (sizes, sizes * 0))
     assert torch.equal(one, other)
+
+
+def test_values_without_elements_are_one_value() -> None:
+    assert torch.equal(torch.zeros(3, 0, 2), torch.full((3, 0, 2), 7.0)) and torch.equal(torch.zeros(0).sum(), torch.zeros(()))
