@@ -318,7 +318,8 @@ class Evaluator:
             split[other] = split.pop(one)
             padding = ((other if name == one else name, value) for name, value in x.padding)
             return replace(x, axes=tuple(sorted(split.items())), padding=tuple(sorted(padding)))
-        number = self.terms.number("from_zigzag" if home else "to_zigzag", axis, own, replace(x, dims=()))
+        is_repeated = any(stride == 0 for digits in x.dims for stride, _ in digits)  # then its dims tell it from the same in another shape
+        number = self.terms.number("from_zigzag" if home else "to_zigzag", axis, own, x if is_repeated else replace(x, dims=()))
         self.numel.setdefault(number, self.numel.get(x.root, 0))
         return Tiles(number, x.dims)
 
