@@ -82,7 +82,7 @@ class Facts:
         return None
 
     def _whole_shardings(self, value: Tiles) -> Iterator[Sharding]:
-        """How a value's dims may be made of parts: as types say, as they say of it in another shape, and as one part each."""
+        """How a value's dims may be made of parts: as types say, as they say of it in another shape, one for each digit, and one each."""
         yield from self._parts.get(value, ())
         for other in self._values.get(value.root, ()):
             turned = len(other.dims) == len(value.dims) and all(dim in other.dims for dim in value.dims)
@@ -91,6 +91,7 @@ class Facts:
                     yield Sharding(tuple(sharding.dims[other.dims.index(dim)] for dim in value.dims))
                 if (dims := regroup_parts([part for parts in sharding.dims for part in parts], value.shape)) is not None:
                     yield Sharding(dims)
+        yield Sharding(tuple(tuple(Part(f"dim {at}", extent) for _, extent in dim) for at, dim in enumerate(value.dims)))
         yield whole_sharding(value.shape)
 
 
