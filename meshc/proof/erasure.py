@@ -422,10 +422,14 @@ class Erasure:
                 zero = row[0][0].padding if rule.kind == "layout" and row else ()
                 self.held[node] = replace(tiles, padding=tuple(one for one in zero if one[1] == 0.0))
                 self.know(node, tiles, Fact(value, own), "lowered")
-                for other_index, one in enumerate(made.results):  # the same line, or one that nothing reads and is not there
-                    if other_index != index and isinstance(one, Tiles) and (n, other_index) in self.traced.values:
-                        fact = Fact(self.traced.values[n, other_index], made.shardings[other_index])
-                        self.facts.add(tiles if one == result and moved is None else one, fact)
+                is_clean = not padding_fault(rule, row, self.sizes, {form.root for form, _ in row})
+                for at in range(len(made.results)):
+                    if at != index and isinstance(one := made.results[at], Tiles) and (n, at) in self.traced.values:
+                        fact = Fact(self.traced.values[n, at], made.shardings[at])
+                        if one == result and moved is None:  # the rule gives one line for two results
+                            self.facts.add(tiles, fact)
+                        elif is_clean:  # a line that nothing reads, and is not there
+                            self.facts.add(one, fact)
                 self.proof.trusted[ir.op_name(n)] += 1
                 return ""
         return why or f"it is not what the rule of {ir.op_name(n)} writes for it" + (f"; {other}" if other else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -194,3 +195,17 @@ def test_what_a_gather_leaves_of_padding_is_no_position_of_the_value() -> None:
     of = Evaluator(TermTable(), SIZES, {whole.root}, {whole.root: 5})
     gathered = of.all_gather(split, ["a"], 0)
     assert gathered.shape == (6,) and not gathered.like(whole)
+
+
+def test_what_is_another_value_on_other_ranks_is_told_by_what_made_it() -> None:
+    terms = TermTable()
+    x = Tiles(terms.number("port", "input:x"), (((1, 4),),), (("dp", 4),))
+    whole = replace(x, axes=())
+    place = Integer(("coordinate", "dp"))
+    by_tile, by_place = (Tiles(terms.number("call", "neg", argument), (((1, 4),),)) for argument in (("list", x), ("list", whole, place)))
+    of_whole = Tiles(terms.number("call", "neg", ("list", whole)), (((1, 4),),))
+    other = Tiles(terms.number("item", terms.number("call", "split", ("list", by_tile)), 0), (((1, 4),),))
+    known = {x.root}
+    assert all(terms.varies_along(one, ("dp",), known) for one in (x, replace(whole, partial=(("dp", "sum"),)), by_tile, by_place, other))
+    assert not any(terms.varies_along(one, ("dp",), known) for one in (whole, of_whole))
+    assert not any(terms.varies_along(one, ("tp",), known) for one in (x, by_tile, by_place, other))
