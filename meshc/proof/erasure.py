@@ -428,7 +428,7 @@ class Erasure:
                         fact = Fact(self.traced.values[n, at], made.shardings[at])
                         if one == result and moved is None:  # the rule gives one line for two results
                             self.facts.add(tiles, fact)
-                        elif is_clean:  # a line that nothing reads, and is not there
+                        elif is_clean and self.traced.terms.term(one.root)[0] == "from_zigzag":  # there only if something reads it
                             self.facts.add(one, fact)
                 self.proof.trusted[ir.op_name(n)] += 1
                 return ""
