@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         if name in READ_PROGRAMS:
             told = "trust the operators of a library beside torch's and meshc's; its module is imported"
             command.add_argument("--allow", metavar="LIBRARY[=MODULE]", nargs="+", default=[], help=told)
-            command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
+            told = "accept texts that were edited after saving; `run` proves them first"
+            command.add_argument("--allow-edited", action="store_true", help=told)
     return parser
 
 

@@ -29,6 +29,7 @@ from meshc.files.folders import kept_aside, may_replace, move_into_place, replac
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
 from meshc.lazy_module import LazyModule
+from meshc.program import instance
 from meshc.program.program import BACKENDS, PlainProgram, Stage, TracedGraph
 from meshc.text import libraries, program_description
 from meshc.text.parse import parse_stage
@@ -145,7 +146,7 @@ def _refuse_unproved(program: PlainProgram, folder: Path) -> None:
     """Raises ArtifactError for an edited program that is not proved to be the traced graph that it came with."""
     if program.traced is None:
         return
-    for sizes in program_proof.tried_sizes(program):
+    for sizes in instance.tried_sizes(program):
         proof = program_proof.prove(program, program.traced.stage, program.constants, sizes)
         if proof.failures:
             raise ArtifactError(

@@ -14,7 +14,7 @@ __all__ = ["check_program"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports the checker on first use: it loads the rules of all operators, which the files that run beside a program do not need."""
+        """Imports the checker on first use: a process that compiles its own programs checks no text."""
         if name != "check_program":
             raise AttributeError(f"module 'meshc.check' has no attribute {name!r}")
         return importlib.import_module("meshc.check.consistency").check_program

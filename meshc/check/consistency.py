@@ -29,7 +29,7 @@ from meshc.check.stage import may_view
 from meshc.check.starts import faults_of_lists
 from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
-from meshc.errors import ArtifactError, InputError, ScheduleError
+from meshc.errors import ArtifactError, ScheduleError
 from meshc.ir import Record
 from meshc.ir.mesh import axis_sizes
 from meshc.ir.regions import blocks, microbatch_integers, region_of, why_alone
@@ -70,7 +70,7 @@ def _all_faults(program: PlainProgram, where: str) -> Iterator[str]:
     except ScheduleError as error:
         yield f"{where}, pipeline: {error}"
         return
-    for world in worlds(program):
+    for world in _worlds(program):
         found = False
         for fault in _faults(world, where):
             found = True
@@ -83,17 +83,10 @@ def _all_faults(program: PlainProgram, where: str) -> Iterator[str]:
             return
 
 
-def worlds(program: PlainProgram) -> Iterator[PlainProgram]:
-    """The program at fixed sizes: at the hints of its dynamic sizes, and at the ends of their ranges that the program accepts."""
-    if not program.dynamic:
-        yield program
-        return
-    yield instance.substitute_sizes(program, {size.symbol: size.hint for size in program.dynamic})
-    for end in ("low", "high"):
-        try:
-            yield instance.at(program, {size.name: getattr(size, end) for size in program.dynamic})
-        except InputError:
-            continue
+def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
+    """The program at fixed sizes."""
+    for sizes in instance.tried_sizes(program):
+        yield instance.substitute_sizes(program, {size.symbol: sizes[size.name] for size in program.dynamic}) if sizes else program
 
 
 def _faults(program: PlainProgram, where: str) -> Iterator[str]:

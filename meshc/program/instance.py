@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, cast
 
@@ -90,6 +91,17 @@ def graph_at(graph: Graph, program: PlainProgram, shapes: Mapping[str, Sequence[
         return graph
     sizes = sizes_of(program, shapes)
     return substitute_in_graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
+
+
+def tried_sizes(program: PlainProgram) -> Iterator[dict[str, int]]:
+    """Sizes of what is open, by name, at which a program that may be called with any is looked at: its hints, and the ends of the ranges
+    that it accepts. Of one with nothing open there is one, without a name."""
+    yield {size.name: size.hint for size in program.dynamic}
+    for end in ("low", "high") if program.dynamic else ():
+        sizes = {size.name: getattr(size, end) for size in program.dynamic}
+        with contextlib.suppress(InputError):
+            check(program, sizes)
+            yield sizes
 
 
 def check(program: PlainProgram, sizes: Mapping[str, int]) -> None:

@@ -398,7 +398,8 @@ class Erasure:
         read = {leaf.root for leaf in leaves}.union(roots)
         direct = self.traced.terms.operands(found.root, n.target) if isinstance(found, Tiles) else []
         why, other = "", ""
-        for (row, way), told in itertools.islice(itertools.product(self.replays.ways(rule, tensors, leaves, direct), guesses), MOST):
+        tried = ((row, way, told) for row, way in self.replays.ways(rule, tensors, leaves, direct) for told in guesses)
+        for row, way, told in itertools.islice(tried, MOST):
             try:
                 made = self.replays.replay(n, rule, row, way, told, sharding is not None)
             except REFUSED as refused:

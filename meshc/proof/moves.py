@@ -14,7 +14,7 @@ from meshc.ir import records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
 from meshc.proof.chunks import is_of_chunks
 from meshc.proof.held import Held
-from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, lengthen_with_zeros, narrow_dim, permute_dims, reshape_dims
+from meshc.proof.tiles import Tiles, Unfit, expand_dims, lengthen_with_zeros, narrow_dim, permute_dims, reshape_dims
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -123,12 +123,9 @@ def _spmd(name: str) -> Move:
         rest = [value(argument) if isinstance(argument, Node) else argument for argument in node.args[1:]]
         if spmd.joins_stages(node):
             raise Unfit("stages meet")
-        shape = records(node)[0].shape
-        if 0 in x.shape and 0 in shape and x.root in of.known:
-            return Tiles(x.root, dims_of_shape(shape))
         if name in OF_ELEMENTS and of.filled_with(x.root) is not None and not x.partial:
             if name != "shard" or x.shape[node.args[1]] % node.args[2] == 0:  # type: ignore[index, operator]
-                return expand_dims(Tiles(x.root, ()), shape)
+                return expand_dims(Tiles(x.root, ()), records(node)[0].shape)
         return getattr(of, name)(x, *rest)
 
     return move

@@ -27,12 +27,13 @@ class UnprovedLine:
     def in_text(self, program: PlainProgram) -> str:
         """A message with the file and the line of a program that was read from a text."""
         origin = program.stages[self.stage].origin
-        wanted = "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
-        return str(self) if origin is None else origin.fault(self.line.name, self.why) + wanted
+        return str(self) if origin is None else f"{origin.fault(self.line.name, self.why)}{self._traced_call_text()}"
 
     def __str__(self) -> str:
-        wanted = "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
-        return f"{self.stage}: {_text(self.line)}{wanted}\n  why not: {self.why}"
+        return f"{self.stage}: {_text(self.line)}{self._traced_call_text()}\n  why not: {self.why}"
+
+    def _traced_call_text(self) -> str:
+        return "" if self.should_be is None else f"\n  it should be: {_text(self.should_be)}"
 
 
 @dataclass

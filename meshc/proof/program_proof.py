@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from meshc.errors import InputError
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.erasure import erase
 from meshc.proof.memory import memory_faults
 from meshc.proof.outcome import ProgramProof, UnprovedLine
-
-
-def tried_sizes(program: PlainProgram) -> Iterator[Mapping[str, int] | None]:
-    """Sizes of what is open, by name, for which a program is proved that may be called with any: its hints, and both ends of the ranges."""
-    yield None
-    for end in ("low", "high") if program.dynamic else ():
-        sizes = {size.name: getattr(size, end) for size in program.dynamic}
-        with contextlib.suppress(InputError):
-            instance.check(program, sizes)
-            yield sizes
 
 
 def prove(

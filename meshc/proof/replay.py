@@ -25,7 +25,7 @@ from meshc.rules.rule import Rule, Turns
 REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
 """What a rule raises that is asked for a lowering that it does not have."""
 MOST: Final = 128
-"""Lowerings of a call, each for some forms of its operands, that are tried for one line. Programs' lines have taken 17 at most."""
+"""Lowerings of a call, each for some forms of its operands, that are tried for one line. Lines of golden programs take 9 at most."""
 MOST_PARTS: Final = 32
 """Parts in which the rows of a recurrence may take turns."""
 Told = tuple[Sharding | None, ...]
@@ -55,10 +55,11 @@ class LoweringReplays:
             some = [LoweringWay(), *([LoweringWay(uses_zigzag=True, is_in_zigzag=True)] if rule.zigzag else [])]
             if rule.steps is not None:
                 some += [LoweringWay(turns=Turns(letter, parts)) for parts in range(1, MOST_PARTS + 1) for letter in rule.steps.parts]
-            yield from itertools.product(self._forms(rule, tensors, leaves, own), some)
+            yield from ((row, way) for row in self._forms(rule, tensors, leaves, own) for way in some)
             return
         at_home = list(dict.fromkeys(map(in_home_order, leaves)))
-        at_once = itertools.product(self._forms(rule, tensors, at_home, own), [LoweringWay(), LoweringWay(uses_zigzag=True)])
+        ways = LoweringWay(), LoweringWay(uses_zigzag=True)
+        at_once = ((row, way) for row in self._forms(rule, tensors, at_home, own) for way in ways)
         there = self._forms(rule, tensors, leaves, own) if at_home != [*leaves] else iter(())
         in_order = ((row, LoweringWay(uses_zigzag=True, is_in_zigzag=True)) for row in there)
         for pair in itertools.zip_longest(in_order, at_once):
@@ -74,14 +75,16 @@ class LoweringReplays:
             for leaf in leaves:
                 for fact in self._facts.of(leaf, value) if leaf.root == value.root else ():
                     found.setdefault((leaf, without_names(fact.sharding)), (leaf, fact))
-            direct = (own[at].root, own[at].dims) if len(own) == len(values) else None
-            before = sorted(found.values(), key=lambda form: len(form[0].padding), reverse=_counts_padding(rule, at))
-            rows.append(sorted(before, key=lambda form, direct=direct: (form[0].root, form[0].dims) != direct)[:4])  # type: ignore[misc]
+            row = sorted(found.values(), key=lambda form: len(form[0].padding), reverse=_counts_padding(rule, at))
+            if len(own) == len(values):
+                first = [form for form in row if (form[0].root, form[0].dims) == (own[at].root, own[at].dims)]
+                row = [*first, *(form for form in row if form not in first)]
+            rows.append(row[:4])
         for at, value in enumerate(values):
             rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
             others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first
             rows[at] = [*rows[at][:4], *others[-4:]] or [(value, Fact(value, whole_sharding(value.shape)))]  # one that is not read
-        yield from itertools.islice(_fitting(rule, rows, (), {}), MOST)
+        yield from _fitting(rule, rows, (), {})
 
     def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]], leaves: Sequence[Tiles]) -> Iterator[Form]:
         """Forms of an operand that is sharded as other operands' letters say: of a value that is repeated its tiles do not say it."""

@@ -13,7 +13,6 @@ from torch.fx import Node
 from meshc.rules.elementwise import is_pointwise
 from meshc.rules.families import every_family, operator_of
 from meshc.rules.operator import Operator
-from meshc.rules.partial import deferrals
 from meshc.rules.rule import Positions, Rule, pointwise
 from meshc.rules.tile_order import in_any_order
 from meshc.rules.user_rules import registered_rule
@@ -46,6 +45,4 @@ def has_rule(target: object) -> bool:
     return operator_of(target).rule is not None
 
 
-__all__ = [
-    "Operator", "Rule", "deferrals", "every_family", "has_rule", "in_any_order", "operator_of", "rule_of",
-]  # fmt: skip
+__all__ = ["Operator", "Rule", "every_family", "has_rule", "in_any_order", "operator_of", "rule_of"]

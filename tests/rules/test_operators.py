@@ -13,9 +13,10 @@ import torch
 from meshc.check.guards import guard_function, is_guarded
 from meshc.cost.flops import flops, is_attention, is_product
 from meshc.passes.memory.policies import is_cheap, is_no_product
-from meshc.rules import deferrals, elementwise, every_family, in_any_order, operator_of, rule_of
+from meshc.rules import elementwise, every_family, in_any_order, operator_of, rule_of
 from meshc.rules.contraction import product_flops
 from meshc.rules.operator import EITHER, Deferral, Operator, declarations
+from meshc.rules.partial import deferrals
 from meshc.rules.preconditions import holds
 from meshc.rules.rule import by_text
 from meshc.testing.brute_force import Sample, build
