@@ -29,7 +29,6 @@ from meshc.files.folders import kept_aside, may_replace, move_into_place, replac
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
 from meshc.lazy_module import LazyModule
-from meshc.program import instance
 from meshc.program.program import BACKENDS, PlainProgram, Stage, TracedGraph
 from meshc.text import libraries, program_description
 from meshc.text.parse import parse_stage
@@ -146,14 +145,14 @@ def _refuse_unproved(program: PlainProgram, folder: Path) -> None:
     """Raises ArtifactError for an edited program that is not proved to be the traced graph that it came with."""
     if program.traced is None:
         return
-    for sizes in instance.tried_sizes(program):
-        proof = program_proof.prove(program, program.traced.stage, program.constants, sizes)
-        if proof.failures:
-            raise ArtifactError(
-                f"{folder} was edited, and is not proved to compute what it was compiled from:\n{proof.failures[0].in_text(program)}\n"
-                "  what to do: put the line right; or compare its numbers with the model's (`meshc verify PATH --model FILE.py:FUNCTION "
-                f"--allow-edited`), and to run it as it is, whatever it computes, remove {folder / TRACED}"
-            )
+    proof = program_proof.prove(program, program.traced.stage, program.constants)
+    if proof.failures or proof.not_for_all:
+        why = proof.failures[0].in_text(program) if proof.failures else f"not for all sizes: {proof.not_for_all}"
+        raise ArtifactError(
+            f"{folder} was edited, and is not proved to compute what it was compiled from:\n{why}\n"
+            "  what to do: put the line right; or compare its numbers with the model's (`meshc verify PATH --model FILE.py:FUNCTION "
+            f"--allow-edited`), and to run it as it is, whatever it computes, remove {folder / TRACED}"
+        )
 
 
 def open_weights(path: str | os.PathLike[str]) -> TensorFile:

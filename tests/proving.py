@@ -32,7 +32,7 @@ def finish_proved(lowered: LoweredProgram) -> PlainProgram:
         proof = prove(program, joint.as_stage(), joint.constants)
         PROOFS.programs += 1
         PROOFS.seconds += proof.seconds
-        if not proof.holds:
+        if not proof.holds or proof.not_for_all:
             raise VerifyError(str(proof))
     return program
 

@@ -11,9 +11,11 @@ nothing else in the model fits: neither the hint nor a tile of it divides by an 
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, overload
@@ -79,11 +81,57 @@ class Size(_Open, int):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Size):
-            return int(self) == int(other) and self.expr == other.expr
-        return int.__eq__(self, other) if isinstance(other, int) else NotImplemented
+            return int(self) == int(other) and _are_equal(self.expr, other.expr)
+        return int.__eq__(self, other) and _noted.get() is None if isinstance(other, int) else NotImplemented
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+    def __bool__(self) -> bool:
+        return int.__bool__(self) or _noted.get() is not None
+
+    def __lt__(self, other: object) -> bool:
+        return NotImplemented if not isinstance(other, int) else _is_less(self, other)
+
+    def __ge__(self, other: object) -> bool:
+        return NotImplemented if not isinstance(other, int) else not _is_less(self, other)
+
+    def __le__(self, other: object) -> bool:
+        return NotImplemented if not isinstance(other, int) else not _is_less(other, self)
+
+    def __gt__(self, other: object) -> bool:
+        return NotImplemented if not isinstance(other, int) else _is_less(other, self)
+
+
+Relation: TypeAlias = tuple[str, sympy.Expr, sympy.Expr]
+"""(sign, left, right)."""
+_noted: ContextVar[dict[Relation, None] | None] = ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noted_relations() -> Iterator[dict[Relation, None]]:
+    """Which of two open sizes is the larger, as often as it is asked inside the block, at the hints. There a size equals no plain number,
+    and none is zero: that it is one at the hints says nothing of others."""
+    found: dict[Relation, None] = {}
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+
+
+@lru_cache(maxsize=100_000)
+def _are_equal(one: sympy.Expr, other: sympy.Expr) -> bool:
+    return one == other or sympy.cancel(one - other) == 0
+
+
+def _is_less(left: int, right: int) -> bool:
+    is_less = int.__lt__(left, right)
+    if (found := _noted.get()) is not None:
+        found["<" if is_less else ">=", expression_of(left), expression_of(right)] = None
+    return is_less
 
 
 class Ratio(_Open, float):
@@ -98,7 +146,9 @@ class Ratio(_Open, float):
         return float.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
-        return self.expr == other.expr if isinstance(other, Ratio) else float.__eq__(self, other)
+        if isinstance(other, Ratio):
+            return _are_equal(self.expr, other.expr)
+        return float.__eq__(self, other) and _noted.get() is None if isinstance(other, int | float) else NotImplemented
 
 
 def symbol(dynamic: Dynamic) -> Size:
@@ -135,7 +185,7 @@ def _apply(sign: str, left: object, right: object) -> object:
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return NotImplemented
     value = _OPERATORS[sign][1](_plain(left), _plain(right))
-    expr = _apply_to_expressions(sign, _expr(left), _expr(right))
+    expr = _apply_to_expressions(sign, expression_of(left), expression_of(right))
     if sign == "/" or isinstance(left, float) or isinstance(right, float):
         return float(expr) if expr.is_number else Ratio(float(value), expr)
     return int(expr) if expr.is_Integer else Size(int(value), expr)
@@ -155,7 +205,7 @@ def _plain(value: Number) -> Number:
     return int(value) if isinstance(value, Size) else float(value) if isinstance(value, Ratio) else value
 
 
-def _expr(value: Number) -> sympy.Expr:
+def expression_of(value: Number) -> sympy.Expr:
     return value.expr if isinstance(value, Size | Ratio) else sympy.sympify(value)
 
 
@@ -170,7 +220,7 @@ def _apply_to_expressions(sign: str, left: sympy.Expr, right: sympy.Expr) -> sym
 
 def floor_quotient(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
     """left // right in canonical form: a negative quotient is written with ceiling."""
-    quotient = left / right
+    quotient = sympy.cancel(left / right) if right.free_symbols else left / right
     return -sympy.ceiling(-quotient) if quotient.could_extract_minus_sign() else sympy.floor(quotient)
 
 
@@ -261,7 +311,7 @@ def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
             if base is None:
                 return None
             _refuse_many_terms(_terms(base) ** power)
-            return number_from_expression(sympy.expand(_expr(base) ** power), _require_bounded(_plain(base) ** power))
+            return number_from_expression(sympy.expand(expression_of(base) ** power), _require_bounded(_plain(base) ** power))
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_] as items, keywords=[]):
             known = [one for item in items if (one := _from_ast(item, hints)) is not None]
             if len(known) < len(items):
@@ -312,11 +362,11 @@ def parse(source: str, hints: Mapping[str, int]) -> Number:
 
 
 def largest(*items: Number) -> Number:
-    return number_from_expression(sympy.Max(*map(_expr, items)), max(map(_plain, items)))
+    return number_from_expression(sympy.Max(*map(expression_of, items)), max(map(_plain, items)))
 
 
 def smallest(*items: Number) -> Number:
-    return number_from_expression(sympy.Min(*map(_expr, items)), min(map(_plain, items)))
+    return number_from_expression(sympy.Min(*map(expression_of, items)), min(map(_plain, items)))
 
 
 # --------------------------------------------------------------------------------------------------------------------- other sizes

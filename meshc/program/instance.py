@@ -22,13 +22,13 @@ from meshc.ir.bounds import brief_repr
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
-from meshc.ir.sizes import Number, parse
+from meshc.ir.sizes import Number, Relation, expression_of, parse
 from meshc.ir.sizes import at as number_at
 from meshc.program.program import PlainProgram, Port, Stage, TracedGraph
 
 KEPT = 16
 """Instances of a program that are cached; beyond that the least recently used is dropped."""
-_SIGNS: Final[Mapping[str, Callable[[Number, Number], bool]]] = {
+SIGNS: Final[Mapping[str, Callable[[Number, Number], bool]]] = {
     "==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
 
@@ -122,15 +122,22 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
+def expressions(text: str, hints: Mapping[str, int]) -> Relation:
+    """A constraint's sign and sides."""
+    left, sign, right = relation(text)
+    a, b = (parse(side, hints) for side in (left, right))
+    return sign, expression_of(a), expression_of(b)
+
+
 def holds(text: str, values: Mapping[str, int]) -> bool:
     left, sign, right = relation(text)
     a, b = (number_at(parse(side, values), values) for side in (left, right))
-    return _SIGNS[sign](a, b)
+    return SIGNS[sign](a, b)
 
 
 def relation(text: str) -> tuple[str, str, str]:
     """(left side, sign, right side) of a constraint. Raises ValueError for a text that is none."""
-    for sign in _SIGNS:
+    for sign in SIGNS:
         left, found, right = text.partition(f" {sign} ")
         if found:
             try:

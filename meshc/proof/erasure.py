@@ -26,7 +26,6 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.ops.optim import WRITTEN
 from meshc.program.accumulate import whole_of
-from meshc.program.in_flight import most_bytes
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.chunks import joined_partial
 from meshc.proof.compacted_rows import UsedRows
@@ -37,6 +36,7 @@ from meshc.proof.held import Held, JoinedValues
 from meshc.proof.joined_values import each
 from meshc.proof.outcome import ProgramProof, UnprovedLine
 from meshc.proof.proved_updates import ONE_OF, walk_update, walk_write
+from meshc.proof.repeated_lowerings import RepeatedLowerings, ShownLowering
 from meshc.proof.replay import MOST, REFUSED, LoweringReplays, Told, padding_fault
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
@@ -57,7 +57,8 @@ class Erasure:
         self.held: dict[Node, Held] = {}
         self.known: dict[Node, Fact] = {}
         self.facts = Facts(self.sizes, self.evaluator.part_sizes)
-        self.replays = LoweringReplays(traced, self.evaluator, self.facts)
+        self.replays = LoweringReplays(traced, self.evaluator, self.facts, program.dynamic)
+        self.repeated = RepeatedLowerings(traced, self.evaluator)
         self.used_rows = UsedRows()
         self.dispatched = DispatchedRows(traced, self.sizes, self.used_rows)
         self.entering = {port.key: port for port in program.inputs}
@@ -90,7 +91,6 @@ class Erasure:
         for key in ports.keys() - self.traced.results.keys():
             stage, node = given.get(key, (last, next(iter(last.graph.nodes))))
             self.fail(stage, node, f"the traced graph gives no {key}")
-        self.proof.in_flight = max(most_bytes(stage.graph.nodes) for stage in self.program.stages.values())
         for why in schedule_faults(self.program):
             self.fail(last, next(iter(last.graph.nodes)), why)
         return self.proof
@@ -143,7 +143,11 @@ class Erasure:
         """Walks a stage; yields the collectives with others."""
         for node, key in stage.keys().items():
             if key in self.entering and key in self.traced.ports:
-                self.enter(stage, node, key)
+                try:
+                    self.enter(stage, node, key)
+                except Unfit as unfit:
+                    self.held[node] = self.evaluator.root(record(node).shape, "not taken", key)
+                    self.fail(stage, node, f"the proof cannot take it: {unfit}")
             elif key in self.keyed:
                 self.held[node] = self.keyed[key]
                 self.know_by_type(node)
@@ -250,11 +254,7 @@ class Erasure:
         sharding, hint = record(node).sharding, self.hint(node)
         if sharding is None:
             return self.walk_untyped(stage, node, found, hint)
-        values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
-        values += self.facts.values_of(found.root) if isinstance(found, Tiles) else ()
-        if isinstance(found, Tiles) and found.root in self.traced.makers:
-            values.append(self.traced.values[self.traced.makers[found.root]])
-        values += [made for one in values if one.shape != sharding.shape and (made := _in_shape(one, sharding.shape)) is not None]
+        values = self.candidates(found, hint, sharding.shape) if isinstance(found, Tiles) else []
         value = next((one for one in values if isinstance(found, Tiles) and is_value(one, sharding, found, self.sizes)), None)
         if value is not None:
             assert isinstance(found, Tiles)
@@ -272,6 +272,15 @@ class Erasure:
                 why = ""
             if why:
                 self.fail(stage, node, why, None if hint is None else hint[0])
+
+    def candidates(self, found: Tiles, hint: tuple[Node, int] | None, shape: tuple[int, ...]) -> list[Tiles]:
+        """The values of which a line may have tiles: those whose elements it has."""
+        values = [self.traced.values[hint]] if hint is not None and hint in self.traced.values else []
+        values = [*values, *self.facts.values_of(found.root)]
+        if found.root in self.traced.makers:
+            values.append(self.traced.values[self.traced.makers[found.root]])
+        values = [one for one in values if one.root == found.root or 0 in one.shape]
+        return values + [made for one in values if one.shape != shape and (made := _in_shape(one, shape)) is not None]
 
     def unlike_operand(self, node: Node, sharding: Sharding) -> str:
         """Why a line that says of no traced value that it is one is none of its operands either."""
@@ -391,6 +400,10 @@ class Erasure:
             return f"the rule of {ir.op_name(n)}: {refused}"
         if rule is None:
             return f"{ir.op_name(n)} has no rule, and runs on what is split"
+        key = self.repeated.key(found, sharding, n, index, rule)
+        if moved is None and (shown := self.repeated.find(key)) is not None:
+            self.know_as_shown(node, shown, n, index)
+            return ""
         guesses = self.types_of_results(n, index, sharding, found)
         roots = [piece.root for piece in found.pieces] if isinstance(found, JoinedValues) else [found.root]
         leaves = [one for root in roots for one in self.traced.terms.tiles_in(root, self.traced.known.__contains__)]
@@ -421,19 +434,33 @@ class Erasure:
                     if not is_value(value, own, tiles, self.sizes):
                         continue
                 zero = row[0][0].padding if rule.kind == "layout" and row else ()
-                self.held[node] = replace(tiles, padding=tuple(one for one in zero if one[1] == 0.0))
-                self.know(node, tiles, Fact(value, own), "lowered")
-                is_clean = not padding_fault(rule, row, self.sizes, {form.root for form, _ in row})
-                for at in range(len(made.results)):
-                    if at != index and isinstance(one := made.results[at], Tiles) and (n, at) in self.traced.values:
-                        fact = Fact(self.traced.values[n, at], made.shardings[at])
-                        if one == result and moved is None:  # the rule gives one line for two results
-                            self.facts.add(tiles, fact)
-                        elif is_clean and self.traced.terms.term(one.root)[0] == "from_zigzag":  # there only if something reads it
-                            self.facts.add(one, fact)
-                self.proof.trusted[ir.op_name(n)] += 1
+                rest = [(at, one) for at, one in enumerate(made.results) if at != index and isinstance(one, Tiles)]
+                rest = [row for row in rest if (n, row[0]) in self.traced.values]
+                same = tuple((at, made.shardings[at]) for at, one in rest if one == result and moved is None)
+                shown = ShownLowering(own, tuple(one for one in zero if one[1] == 0.0), same)
+                exchanged = [(at, one) for at, one in rest if self.traced.terms.term(one.root)[0] == "from_zigzag"]
+                if moved is None:
+                    self.know_as_shown(node, shown, n, index)
+                    if not exchanged:
+                        self.repeated.keep(key, row, shown)
+                else:
+                    self.held[node] = replace(tiles, padding=shown.padding)
+                    self.know(node, tiles, Fact(value, own), "lowered")
+                    self.proof.trusted[ir.op_name(n)] += 1
+                if exchanged and not padding_fault(rule, row, self.sizes, {form.root for form, _ in row}):
+                    for at, one in exchanged:  # there only if something reads it
+                        self.facts.add(one, Fact(self.traced.values[n, at], made.shardings[at]))
                 return ""
         return why or f"it is not what the rule of {ir.op_name(n)} writes for it" + (f"; {other}" if other else "")
+
+    def know_as_shown(self, node: Node, shown: ShownLowering, n: Node, index: int) -> None:
+        """Notes that a line is result `index` of the traced call `n`; of some calls other results are the same line."""
+        tiles = tiles_of(self.traced.values[n, index], shown.sharding, self.sizes)
+        self.held[node] = replace(tiles, padding=shown.padding)
+        self.know(node, tiles, Fact(self.traced.values[n, index], shown.sharding), "lowered")
+        for at, sharding in shown.others:
+            self.facts.add(tiles, Fact(self.traced.values[n, at], sharding))
+        self.proof.trusted[ir.op_name(n)] += 1
 
     def types_of_results(self, n: Node, index: int, sharding: Sharding | None, line: Tiles | JoinedValues) -> list[Told]:
         """The shardings that types may say the results of a call have; for those of which no line speaks a guess, whose dims matter alone

@@ -24,6 +24,7 @@ from meshc.ir import KEY, is_getitem, records, spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.schemas import named_arguments
 from meshc.ir.sharding import ZIGZAG, tile_sizes
+from meshc.ir.sizes import Ratio, Size
 from meshc.ops import block_codes as _coded  # noqa: F401 - registers its operators
 from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
@@ -89,6 +90,8 @@ def _filled_number(node: Node) -> float | None:
     found: Any = FILLS.get(node.target)
     if found is not None and "full" in str(node.target):
         found = node.args[found] if len(node.args) > found else node.kwargs.get("fill_value")
+    if isinstance(found, Size | Ratio):
+        return found
     return float(found) if isinstance(found, int | float) else None
 
 
@@ -113,8 +116,8 @@ class Evaluator:
 
     def __init__(self, terms: TermTable, sizes: Mapping[str, int], known: set[int], numel: dict[int, int], traced: bool = False) -> None:
         self.terms, self.sizes, self.known, self.numel, self.traced = terms, dict(sizes), known, numel, traced
-        self.part_sizes: dict[object, set[int]] = defaultdict(set)
-        """(root, its axes that split one part, with their strides) -> sizes of that part, by the types that are known."""
+        self.part_sizes: dict[int, dict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
+        """Root -> its axes that split one part, with their strides -> sizes of that part, by the types that are known."""
 
     def call(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """What a call gives; `of`: what is known of its operands."""
@@ -150,7 +153,7 @@ class Evaluator:
         if target in spmd.INTEGERS.values():
             return self._integer(node, of)
         if (number := _filled_number(node)) is not None:
-            return self.fill(number, _dtype_of_fill(node), records(node)[0].shape)
+            return self.fill(number, _dtype_of_fill(node), moves.shape_of(node))
         if target in SAME:
             return of(node.args[0])  # type: ignore[arg-type]
         first = of(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
@@ -232,7 +235,7 @@ class Evaluator:
         if target is spmd.coordinate and is_of_chunks(args[0]):  # type: ignore[arg-type]
             return chunks_of(args[0])[0][0]  # type: ignore[arg-type]
         if target in (spmd.tile_start, spmd.tile_count) and all(isinstance(one, int) for one in args[2]):  # type: ignore[attr-defined]
-            return int(target(*args))
+            return target(*args)
         return Integer((target.__name__, *args))
 
     # ------------------------------------------------------------------------------------------------------------- collectives
@@ -398,7 +401,7 @@ class Evaluator:
         fits = all(is_of_chunks(axis) or self.sizes[axis] == count for axis, count in zip(axes, counts, strict=True))
         if not fits or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
             return None
-        if self.part_sizes.get((x.root, tuple((axis, split[axis]) for axis in axes))) != {size}:
+        if self.part_sizes[x.root].get(tuple((axis, split[axis]) for axis in axes)) != {size}:
             return None
         unit = x.dims[dim][0][0] if x.dims[dim] else split[axes[-1]]
         return axes if all(split[axis] in (unit * extent, END) for axis, extent in zip(axes, extents, strict=True)) else None

@@ -29,7 +29,7 @@ Form = tuple[Tiles, Fact]
 class Facts:
     """`part_sizes`: where sizes of parts are noted, by root and by axes with their strides."""
 
-    def __init__(self, sizes: Mapping[str, int], part_sizes: dict[object, set[int]]) -> None:
+    def __init__(self, sizes: Mapping[str, int], part_sizes: dict[int, dict[object, set[int]]]) -> None:
         self._sizes, self._part_sizes = sizes, part_sizes
         self._of: dict[Tiles, list[Fact]] = defaultdict(list)
         self._forms: dict[Tiles, dict[Form, None]] = defaultdict(dict)
@@ -49,7 +49,7 @@ class Facts:
         strides = dict(tiles.axes)
         for _, _, part in fact.sharding.parts():
             if part.axes and all(axis in strides for axis in part.cuts):
-                self._part_sizes[tiles.root, tuple((axis, strides[axis]) for axis in part.cuts)].add(part.size)
+                self._part_sizes[tiles.root][tuple((axis, strides[axis]) for axis in part.cuts)].add(part.size)
 
     def values_of(self, root: int) -> list[Tiles]:
         """The values, whole, that are known to have this root."""
@@ -97,6 +97,8 @@ class Facts:
 
 def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str, int]) -> bool:
     """Whether tiles are a value in a sharding; without elements they are any that has their shape."""
+    if value.root != tiles.root and 0 not in value.shape:
+        return False
     try:
         wanted = tiles_of(value, sharding, sizes)
         return wanted.like(tiles) or 0 in wanted.shape and wanted.shape == tiles.shape

@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, comparison_key, record, records, set_record, spmd
+from meshc.ir import KEY, Record, comparison_key, is_getitem, record, records, set_record, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.graph import create_call
 from meshc.ir.likeness import like
+from meshc.ir.open_shapes import OpenShapes
 from meshc.ir.reductions import as_integer
 from meshc.ir.schemas import arguments_by_name, place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
@@ -35,33 +36,50 @@ Parts = tuple[Part, ...]
 class Emitter:
     """Emits calls with local shapes and dtypes, found by running operators on tensors without values."""
 
-    def __init__(self, sizes: Mapping[str, int], memo: MutableMapping[object, Any]) -> None:
-        self.graph, self.sizes, self._memo = Graph(), sizes, memo
+    def __init__(self, sizes: Mapping[str, int], memo: MutableMapping[object, Any], open_shapes: OpenShapes) -> None:
+        self.graph, self.sizes, self._memo, self._open = Graph(), sizes, memo, open_shapes
         self.tiles: dict[Node, Tiles] = {}
         """What is known of operands."""
-        self._meta: dict[Node, Any] = {}
+        self._meta: dict[Node, tuple[Any, ...]] = {}
+        """Value -> what it is at each assignment of the open sizes."""
         self._integers: dict[object, Node] = {}
 
     def operand(self, name: str, of: Record) -> Node:
         node = self.graph.placeholder(name)
         set_record(node, of)
-        self._meta[node] = torch.empty(of.shape, dtype=of.dtype, device="meta")
+        self._meta[node] = tuple(torch.empty(at(of.shape), dtype=of.dtype, device="meta") for at in self._open.worlds)
         return node
 
     def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         assert callable(target)
         node = create_call(self.graph, target, args, kwargs)
-        self._meta[node] = made = self._run(target, args, kwargs)
-        rows = made if isinstance(made, list | tuple) else (made,)
-        found = tuple(Record(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else Record() for x in rows)
-        set_record(node, found if isinstance(made, list | tuple) else found[0])
+        made = self._meta[node] = tuple(self._run(target, args, kwargs, world) for world in range(len(self._open.worlds)))
+        if isinstance(made[0], list | tuple):
+            set_record(node, tuple(self._record(node, row, args, kwargs) for row in zip(*made, strict=True)))
+        elif spmd.is_collective(target) or target is spmd.shard:
+            set_record(node, Record(self._collective_shape(target, args), made[0].dtype))
+        elif is_getitem(node):
+            set_record(node, records(args[0])[args[1]])
+        else:
+            set_record(node, self._record(node, made, args, kwargs))
         return node
 
-    def _run(self, target: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _record(self, node: Node, row: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record:
+        if not isinstance(row[0], torch.Tensor):
+            return Record()
+        near = [record(one).shape for one in node.all_input_nodes if isinstance(one.meta[KEY], Record)]
+        return Record(self._open.shape(row, near, (args, kwargs), node), row[0].dtype)
+
+    def _collective_shape(self, target: Function, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(spmd.collective_shape(target, record(args[0]).shape, args[1:], self.sizes))
+
+    def _run(self, target: Function, args: Sequence[Any], kwargs: Mapping[str, Any], world: int) -> Any:
+        at = self._open.worlds[world]
+
         def value(argument: Any) -> Any:
             if isinstance(argument, Node):
-                return self._meta[argument]
-            return type(argument)(map(value, argument)) if isinstance(argument, list | tuple) else argument
+                return self._meta[argument][world]
+            return type(argument)(map(value, argument)) if isinstance(argument, list | tuple) else at(argument)
 
         given, named = [value(one) for one in args], {name: value(one) for name, one in kwargs.items()}
         if target in spmd.INTEGERS.values():

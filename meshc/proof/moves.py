@@ -25,7 +25,16 @@ Move: TypeAlias = "Callable[[Evaluator, Tiles, Node, Of], Held]"
 
 
 def _of_shape(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
-    return reshape_dims(x, records(node)[0].shape)
+    return reshape_dims(x, shape_of(node))
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The shape that a line's type says, which is also what the call asks for. Raises Unfit."""
+    shape = records(node)[0].shape
+    asked = node.args[PLACE_OF_SHAPE[node.target]] if node.target in PLACE_OF_SHAPE else shape
+    if not isinstance(asked, list | tuple) or any(one not in (-1, size) for one, size in zip(asked, shape, strict=True)):
+        raise Unfit(f"a type of {shape} for {asked}")
+    return shape
 
 
 def _permute(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
@@ -42,7 +51,7 @@ def _transpose(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
 
 
 def _expand(_: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
-    return expand_dims(x, records(node)[0].shape)
+    return expand_dims(x, shape_of(node))
 
 
 def _slice(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
@@ -97,6 +106,11 @@ def item_of_split(of: Evaluator, x: Tiles, node: Node, index: int) -> Tiles | No
     return slice_of(of, x, dim, index * sizes, (index + 1) * sizes)
 
 
+PLACE_OF_SHAPE: Final[Mapping[Any, int]] = {
+    **dict.fromkeys(RESHAPES, 1), aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0, aten.ones.default: 0,
+    aten.new_full.default: 1, aten.new_zeros.default: 1, aten.new_ones.default: 1,
+}  # fmt: skip
+"""Operator -> the place of the shape that it is asked for."""
 SPLITS: Final = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
 

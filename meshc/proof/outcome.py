@@ -41,6 +41,7 @@ class ProgramProof:
     """
     mesh      of the program
     sizes     of what is open, for which it was proved
+    not_for_all  why it was not for all sizes that the program serves; "" if it was, or nothing is open
     values    number of values that the traced graph has
     lines     number of a rank's lines
     kinds     number of lines by how they are proved
@@ -60,6 +61,7 @@ class ProgramProof:
     in_flight: int = 0
     seconds: float = 0.0
     sizes: str = ""
+    not_for_all: str = ""
     made_by: str = ""
 
     @property
@@ -75,7 +77,9 @@ class ProgramProof:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         what = f"proved: {self.lines} lines of a rank on {self.mesh}{at} are the traced graph's {self.values} values"
         flying = f"{self.in_flight / 2**10:,.1f} KiB in flight at most"
-        return f"{what}: {kinds}; {flying}; {self.seconds:.1f} s\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
+        trusted = f"\n  trusted: {TRUSTED} {', '.join(sorted(self.trusted)) or 'no operator'}"
+        rest = f"\n  not shown for all sizes: {self.not_for_all}" if self.not_for_all else ""
+        return f"{what}: {kinds}; {flying}; {self.seconds:.1f} s{trusted}{rest}"
 
 
 def _text(node: Node) -> str:

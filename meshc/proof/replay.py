@@ -10,8 +10,11 @@ from typing import Any, Final
 
 from torch.fx import Node
 
+from meshc.errors import CompileError
 from meshc.ir import Record, operands, records, value_of
+from meshc.ir.open_shapes import OpenShapes
 from meshc.ir.sharding import Part, Sharding, local_size, padded_parts, tile_sizes
+from meshc.ir.sizes import Dynamic
 from meshc.proof.evaluate import Evaluator
 from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding, without_names
 from meshc.proof.held import Held, Several
@@ -22,7 +25,7 @@ from meshc.rules import in_any_order
 from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings, runs_of
 from meshc.rules.rule import Rule, Turns
 
-REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, Unfit)
+REFUSED: Final = (ValueError, AssertionError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration, CompileError, Unfit)
 """What a rule raises that is asked for a lowering that it does not have."""
 MOST: Final = 128
 """Lowerings of a call, each for some forms of its operands, that are tried for one line. Lines of golden programs take 9 at most."""
@@ -40,7 +43,9 @@ class LoweringResults:
 
 
 class LoweringReplays:
-    def __init__(self, traced: TracedTerms, evaluator: Evaluator, facts: Facts) -> None:
+    def __init__(self, traced: TracedTerms, evaluator: Evaluator, facts: Facts, sizes: Sequence[Dynamic]) -> None:
+        """`sizes`: those that are open."""
+        self._open = OpenShapes(sizes)
         self._traced, self._evaluator, self._facts = traced, evaluator, facts
         self._memo: dict[object, Any] = {}
 
@@ -111,7 +116,7 @@ class LoweringReplays:
         for letter, of in parts.items():
             if not way.is_in_zigzag and any(part.order for part in of) and not in_any_order(n, rule, letter):
                 raise SplitError(f"{letter} is in zigzag order, which the operator does not take")
-        emitter = Emitter(self._evaluator.sizes, self._memo)
+        emitter = Emitter(self._evaluator.sizes, self._memo, self._open)
         inner: list[Node] = []
         for at, ((tiles, fact), tensor) in enumerate(zip(row, operands(n), strict=True)):
             before = next((k for k in range(at) if row[k] == row[at]), None)
@@ -186,5 +191,5 @@ def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], rea
 def _padding_axes(part: Part, sizes: Mapping[str, int]) -> list[str]:
     """The axes over which a part is split unevenly."""
     counts = [sizes[axis] for axis in part.axes]
-    before = tile_sizes(part.size, counts)
-    return [axis for axis, extent, count in zip(part.cuts, before, counts, strict=False) if extent % count]
+    extents = tile_sizes(part.size, counts)
+    return [axis for axis, extent, tile, count in zip(part.cuts, extents, extents[1:], counts, strict=False) if extent != tile * count]

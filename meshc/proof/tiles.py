@@ -115,7 +115,7 @@ def major_digits(dim: Sequence[Digit], count: int) -> tuple[Dim, Dim]:
     taken: list[Digit] = []
     rest = list(dim)
     left = count
-    while left > 1:
+    while left != 1:
         if not rest:
             raise Unfit(f"{count} tiles of {extent_of(tuple(dim))} positions")
         stride, extent = rest.pop(0)
@@ -207,17 +207,18 @@ def _digits_within(own: Dim, digit: Digit) -> list[Digit]:
     """The same for a digit of a dim's positions."""
     stride, extent = digit
     found: list[Digit] = []
-    unit = 1
+    unit, goes_on = 1, extent != 1
     for base, count in reversed(own):
-        if extent > 1 and stride < unit * count:
+        if goes_on and stride < unit * count:
             step = stride // unit
             room = count // step
             if stride % unit or count % step and extent > room or extent > room and extent % room:
                 raise Unfit(f"{extent} positions {stride} apart in {own}")
             found.insert(0, (base * step, min(extent, room)))
             extent, stride = -(-extent // room), unit * count
+            goes_on = extent > 1
         unit *= count
-    if extent > 1:
+    if goes_on:
         raise Unfit(f"{extent} positions {stride} apart in {own}")
     return found
 

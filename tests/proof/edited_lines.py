@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any, Final
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -17,6 +18,7 @@ from meshc import ir
 from meshc.ir import is_getitem, is_integer, record, records, spmd
 from meshc.ir.graph import call
 from meshc.ir.nodes import is_tensor
+from meshc.ir.sizes import Size, number_from_expression
 from meshc.program.program import PlainProgram
 
 aten = torch.ops.aten
@@ -212,6 +214,42 @@ def changes_an_entry_of_a_list(program: PlainProgram, chance: Random) -> PlainPr
     entries[chance.randrange(len(entries))] += chance.choice([1, -1])
     put(node, place, entries)
     return program
+
+
+@kind
+def writes_a_number_for_an_open_size(program: PlainProgram, chance: Random) -> PlainProgram | None:
+    """The integer that stood for the size while it was compiled."""
+    places = [(node, at) for node in nodes(program) for at, one in enumerate(node.args) if isinstance(one, Size)]
+    places += [(node, at) for node, at, row in lists(program) if any(isinstance(one, Size) for one in row)]
+    found = pick(chance, places)
+    if found is None:
+        return None
+    node, at = found
+    argument = node.args[at]
+    put(node, at, int(argument) if isinstance(argument, Size) else [int(one) if isinstance(one, Size) else one for one in argument])
+    return program
+
+
+@kind
+def rounds_an_open_size_another_way(program: PlainProgram, chance: Random) -> PlainProgram | None:
+    """Half of it, rounded down where it was rounded up, which is the same of even sizes; or the other way round."""
+    places = [(node, at, place) for node, at, row in lists(program) for place, one in enumerate(row) if _is_rounded(one)]
+    places += [(node, at, -1) for node in nodes(program) for at, one in enumerate(node.args) if _is_rounded(one)]
+    found = pick(chance, places)
+    if found is None:
+        return None
+    node, at, place = found
+    argument = node.args[at]
+    made = [*argument] if place >= 0 else [argument]
+    expr = made[place].expr
+    other = expr.replace(sympy.ceiling, sympy.floor) if expr.has(sympy.ceiling) else expr.replace(sympy.floor, sympy.ceiling)
+    made[place] = number_from_expression(other, made[place] - 1)
+    put(node, at, made if place >= 0 else made[0])
+    return program
+
+
+def _is_rounded(one: object) -> bool:
+    return isinstance(one, Size) and one.expr.has(sympy.floor, sympy.ceiling)
 
 
 @kind

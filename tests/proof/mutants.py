@@ -25,6 +25,7 @@ from meshc.check import check_program
 from meshc.errors import MeshcError
 from meshc.ir.graph import copy_graph
 from meshc.ops.in_place import WRITERS
+from meshc.program import instance
 from meshc.program.program import PlainProgram, Stage
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator.passcheck import PassCheck
@@ -34,29 +35,31 @@ from tests.proof import edited_schedules as _others  # noqa: F401 - adds its kin
 from tests.proof.edited_lines import KINDS
 from tests.proof.programs import FEATURES
 
-PROGRAMS: Final[dict[str, Callable[[], meshc.Program]]] = {
-    **{name: make for name, make in CASES.items() if name != "mlp open sizes"}, **FEATURES
-}  # fmt: skip
+PROGRAMS: Final[dict[str, Callable[[], meshc.Program]]] = {**CASES, **FEATURES}
+SIZES: Final = ((8, 12), (7, 13), (3, 5))
+"""Of what is open, for runs."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A proved program, what enters it, and what it gives."""
+    """A proved program, and runs of it: sizes of what is open, what enters it, and what it gives."""
 
     program: PlainProgram
     traced: Stage
     constants: dict[str, torch.Tensor]
-    values: dict[str, torch.Tensor]
-    truth: dict[str, torch.Tensor]
+    runs: Sequence[tuple[dict[str, int], dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 
 
 @cache
 def base(name: str) -> Base:
     made = PROGRAMS[name]()
-    program = made.compiled
-    checks = PassCheck()
-    checks._draw(program.inputs, program.constants)
-    return Base(program, made.lowered.joint.as_stage(), dict(made.lowered.joint.constants), checks.values, simulate(program, checks.values))
+    program, runs = made.general, []
+    for row in SIZES if program.dynamic else SIZES[:1]:
+        sizes = {size.symbol: one for size, one in zip(program.dynamic, row, strict=False)}
+        at, checks = instance.substitute_sizes(program, sizes), PassCheck()
+        checks._draw(at.inputs, at.constants)
+        runs.append((sizes, checks.values, simulate(at, checks.values)))
+    return Base(program, made.lowered.joint.as_stage(), dict(made.lowered.joint.constants), runs)
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,17 @@ class Mutant:
             return "type", str(error)
         own = base(self.name)
         proof = prove(found, own.traced, own.constants)
-        if not proof.holds:
+        if not proof.holds or proof.not_for_all:
             return "proof", str(proof)
-        try:
-            made = simulate(found, own.values)
-        except Exception as error:
-            return "through", f"it does not run: {type(error).__name__} {error}"
-        other = [key for key, value in own.truth.items() if key not in made or not torch.equal(made[key], value)]
-        return ("through", f"{other[0]} is another") if other else ("equal", "")
+        for sizes, values, truth in own.runs:
+            try:
+                made = simulate(instance.substitute_sizes(found, sizes), values)
+            except Exception as error:
+                return "through", f"it does not run: {type(error).__name__} {error}"
+            other = [key for key, value in truth.items() if key not in made or not torch.equal(made[key], value)]
+            if other:
+                return "through", f"{other[0]} is another"
+        return "equal", ""
 
 
 def drawn(count: int, seed: int, names: Sequence[str]) -> Iterator[Mutant]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 import meshc
 from tests import models
+from tests.frontend.test_dynamic_dims import Rows
 from tests.golden.cases import gpt, infer, train
 from tests.passes.lower import test_dispatch_hops as hops
 from tests.passes.lower import test_divide_updates as shares
@@ -58,6 +61,27 @@ def in_turns() -> meshc.Program:
     return train(case("mamba"), "cp=2", "cp: seq", sgd=True, options=options)
 
 
+def left_open(model: nn.Module, mesh: str, plan: str | None, inputs: dict[str, torch.Tensor], loss: Any = None) -> meshc.Program:
+    """A step whose rows and positions are open."""
+    rows, length = Dim("rows", max=40), Dim("length", max=50)
+    dims = {name: {0: rows, x.dim() - 1: length} if x.dim() > 1 else {0: rows} for name, x in inputs.items()}
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    return meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=meshc.Options(dynamic=dims))
+
+
+def open_windows() -> meshc.Program:
+    x, target = torch.randn(8, 3, 20), torch.zeros(8, dtype=torch.int64)
+    return left_open(Rows(), "dp=2,cp=2", "dp: batch\ncp: length", {"x": x, "target": target}, loss=nn.functional.cross_entropy)
+
+
+def open_step(mesh: str) -> Callable[[], meshc.Program]:
+    def make() -> meshc.Program:
+        case = models.llama(layers=1)
+        return left_open(case.model, mesh, None, case.kwargs)
+
+    return make
+
+
 FEATURES: dict[str, Callable[[], meshc.Program]] = {
     "three ranks, uneven": lambda: train(gpt(), "tp=3", clip=1.0),
     "rows uneven": lambda: train(gpt(batch=5), "dp_shard=3", clip=1.0),
@@ -76,4 +100,7 @@ FEATURES: dict[str, Callable[[], meshc.Program]] = {
     "state in 8 bits": kept(optimizer_state="8bit"),
     "updates of whole matrices divided": lambda: shares.compiled(shares.Orthogonal, "dp_shard=2", layers=2),
     "a recurrence in turns": in_turns,
+    "open sizes and windows": open_windows,
+    "open sizes": open_step("dp=2,tp=2"),
+    "open sizes and a ring": open_step("cp=3"),
 }
