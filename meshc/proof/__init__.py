@@ -10,6 +10,8 @@
     memory.py             what is written over            joined_values.py  what travels together
     chunks.py             chunks of the head              divided.py        what is another value on each rank
     compacted_rows.py     experts' used rows              dispatched_rows.py  rows that are sent to some ranks
+    uneven.py             places without a position       open_sizes.py     all sizes of what is open
+    repeated_lowerings.py  layers that are alike
 
 Nothing of `passes/` is imported. Taken on trust are operators' rules and lowerings, which tests prove by brute force, and torch.
 """

@@ -28,6 +28,10 @@ def chunks_of(axis: str) -> tuple[tuple[int, ...], int]:
     return tuple(map(int, numbers.split(","))), int(count)
 
 
+def is_last_chunk(axis: str) -> bool:
+    return is_of_chunks(axis) and chunks_of(axis)[0] == (chunks_of(axis)[1] - 1,)
+
+
 def plain_chunk(axis: str) -> str:
     """The axis without the number of its chunk, for a comparison of several."""
     return f"{CHUNK}/{chunks_of(axis)[1]}" if is_of_chunks(axis) else axis

@@ -11,7 +11,7 @@ In two hops, between nodes and inside them, the choices of the first are of node
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,12 +58,12 @@ class Receivers:
 
 def gather(of: Evaluator, x: Tiles, axes: Sequence[str]) -> Tiles:
     made = of.all_gather(x, axes, len(x.dims) - 2)
-    return Tiles(made.root, ((), *made.dims), made.axes, made.partial, made.padding)
+    return replace(made, dims=((), *made.dims))
 
 
 def scatter(of: Evaluator, x: Tiles, axes: Sequence[str]) -> Tiles:
     made = of.reduce_scatter(x, axes, len(x.dims) - 2, "sum")
-    return Tiles(made.root, made.dims[1:], made.axes, made.partial, made.padding)
+    return replace(made, dims=made.dims[1:])
 
 
 class DispatchedRows:

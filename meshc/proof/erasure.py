@@ -41,7 +41,9 @@ from meshc.proof.replay import MOST, REFUSED, LoweringReplays, Told, padding_fau
 from meshc.proof.stages import in_order, schedule_faults
 from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, reshape_dims, substitute_root, tiles_of
 from meshc.proof.traced import TracedTerms, is_sum
+from meshc.proof.uneven import counts_elements
 from meshc.rules import rule_of
+from meshc.rules.elementwise import is_pointwise
 from meshc.rules.result_shardings import runs_of
 
 aten = torch.ops.aten
@@ -56,7 +58,7 @@ class Erasure:
         self.proof = ProgramProof(str(program.mesh), len(traced.known))
         self.held: dict[Node, Held] = {}
         self.known: dict[Node, Fact] = {}
-        self.facts = Facts(self.sizes, self.evaluator.part_sizes)
+        self.facts = Facts(self.sizes)
         self.replays = LoweringReplays(traced, self.evaluator, self.facts, program.dynamic)
         self.repeated = RepeatedLowerings(traced, self.evaluator)
         self.used_rows = UsedRows()
@@ -361,8 +363,13 @@ class Erasure:
             return False
         value = self.traced.sum_of([fact.value for fact in rows], record(node).dtype, rows[0].value.shape)
         tiles = tiles_of(value, sharding, self.sizes)
-        self.held[node] = tiles
+        tiles = self.held[node] = self.without_new_padding(node, tiles)
         return self.know(node, tiles, Fact(value, sharding), "sum")
+
+    def without_new_padding(self, node: Node, tiles: Tiles) -> Tiles:
+        """What a pointwise call gives of a value that is repeated has padding where an operand has."""
+        there = {row for one in node.all_input_nodes if isinstance(x := self.held[one], Tiles) for row in x.uneven}
+        return replace(tiles, uneven=tuple(row for row in tiles.uneven if row in there or not counts_elements(row)))
 
     def prove_part(self, node: Node, found: Tiles, sharding: Sharding, values: Sequence[Tiles]) -> bool:
         """Whether a line is one microbatch's own of a sum that the traced graph says is of all."""
@@ -456,6 +463,8 @@ class Erasure:
     def know_as_shown(self, node: Node, shown: ShownLowering, n: Node, index: int) -> None:
         """Notes that a line is result `index` of the traced call `n`; of some calls other results are the same line."""
         tiles = tiles_of(self.traced.values[n, index], shown.sharding, self.sizes)
+        if node.target is n.target and is_pointwise(node):
+            tiles = self.without_new_padding(node, tiles)
         self.held[node] = replace(tiles, padding=shown.padding)
         self.know(node, tiles, Fact(self.traced.values[n, index], shown.sharding), "lowered")
         for at, sharding in shown.others:
@@ -486,7 +495,7 @@ def _is_moved(found: Tiles | JoinedValues, result: Held | None) -> bool:
     """Whether a line holds the elements of a lowering's result in other places, and ranks have no others than of that."""
     if not isinstance(found, Tiles) or not isinstance(result, Tiles):
         return False
-    return (found.root, found.axes, found.partial) == (result.root, result.axes, result.partial)
+    return (found.root, found.axes, found.partial, found.uneven) == (result.root, result.axes, result.partial, result.uneven)
 
 
 def _zeros_of(x: Tiles) -> tuple[tuple[str, float], ...]:

@@ -11,8 +11,7 @@ the calls that made it; collectives and tiles of those are terms, too.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Final
@@ -43,11 +42,22 @@ from meshc.proof.tiles import (
     digits_of_axes,
     dims_of_shape,
     fuse_digits,
-    lengthen_with_zeros,
+    lengthen_dim,
     major_digits,
-    of_size,
     with_dim,
-    without_sizes,
+)
+from meshc.proof.uneven import (
+    ADDED,
+    REPEATED,
+    Row,
+    added_to,
+    counts_elements,
+    dims_of,
+    in_order,
+    is_of_digit,
+    row_of_axis,
+    row_of_dim,
+    rows_of_longer,
 )
 from meshc.rules.elementwise import is_pointwise
 
@@ -116,8 +126,6 @@ class Evaluator:
 
     def __init__(self, terms: TermTable, sizes: Mapping[str, int], known: set[int], numel: dict[int, int], traced: bool = False) -> None:
         self.terms, self.sizes, self.known, self.numel, self.traced = terms, dict(sizes), known, numel, traced
-        self.part_sizes: dict[int, dict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
-        """Root -> its axes that split one part, with their strides -> sizes of that part, by the types that are known."""
 
     def call(self, node: Node, of: Callable[[Node], Held]) -> Held:
         """What a call gives; `of`: what is known of its operands."""
@@ -190,13 +198,18 @@ class Evaluator:
         return self.root(shape, "call", *key)
 
     def _repeat_result(self, node: Node, of: Callable[[Node], Held]) -> Tiles | None:
-        """A pointwise call on one operand that is repeated: the repetition of what it gives for the operand once. None for other calls."""
-        x = of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else None
-        if not isinstance(x, Tiles) or not any(stride == 0 for dim in x.dims for stride, _ in dim) or not is_pointwise(node):
+        """A pointwise call on one value that is repeated: the repetition of what it gives for the operand once. None for other calls."""
+        given = {of(one) for one in node.all_input_nodes}
+        x = given.pop() if len(given) == 1 else None
+        if not isinstance(x, Tiles) or 0 in x.shape or not is_pointwise(node):
             return None
-        once = replace(x, dims=tuple(fuse_digits(digit for digit in dim if digit[0]) for dim in x.dims))
+        if not any(stride == 0 for dim in x.dims for stride, _ in dim):
+            return None
+        uneven = tuple(filter(counts_elements, x.uneven))
+        dims = tuple(fuse_digits(digit for digit in dim if digit[0]) for dim in x.dims)
+        once = replace(x, dims=dims, uneven=tuple(row for row in x.uneven if row not in uneven))
         made = self.root(once.shape, "call", node.target, arguments(node.args, lambda _: once), arguments(node.kwargs, lambda _: once))
-        dims = []
+        found: list[Dim] = []
         for own, whole in zip(made.dims, x.dims, strict=True):
             rest = list(own)
             digits: list[Digit] = []
@@ -204,8 +217,8 @@ class Evaluator:
                 taken, left = ([(0, extent)], rest) if not stride else map(list, major_digits(rest, extent))
                 digits += taken
                 rest = left
-            dims.append(fuse_digits(digits))
-        return replace(made, dims=tuple(dims))
+            found.append(fuse_digits(digits))
+        return replace(made, dims=tuple(found), uneven=uneven)
 
     def root(self, shape: Sequence[int], *term: Any) -> Tiles:
         number = self.terms.number(*term)
@@ -259,13 +272,35 @@ class Evaluator:
         return tuple(row for row in x.padding if REDUCTIONS[how].keeps(row[1]))
 
     def all_gather(self, x: Tiles, axes: Sequence[str], dim: int) -> Tiles:
-        split = dict(x.axes)
-        if x.root in self.known and all(axis in split for axis in axes):
-            digits = [(split[axis], self.sizes[axis]) for axis in axes]
-            rest = tuple(row for row in x.axes if row[0] not in axes)
-            padding = tuple(row for row in x.padding if row[0] not in axes and not row[0].startswith("+"))
-            return Tiles(x.root, with_dim(x.dims, dim, [*digits, *x.dims[dim]]), rest, x.partial, padding)
-        return self._gather_roots(x, axes, dim, x.dims, "all_gather")
+        made = self._gather_tiles(x, axes, dim)
+        return self._gather_roots(x, axes, dim, x.dims, "all_gather") if made is None else made
+
+    def _gather_tiles(self, x: Tiles, axes: Sequence[str], dim: int) -> Tiles | None:
+        """What ranks have of a known value, one behind the other along a dim; None where digits do not say it."""
+        split, shape = dict(x.axes), x.shape
+        otherwise = {axis for axis, _ in x.partial} | {axis.removesuffix(f"~{ZIGZAG}") for axis in split if axis.endswith(f"~{ZIGZAG}")}
+        if x.root not in self.known or not otherwise.isdisjoint(axes):
+            return None
+        digits = [(split.get(axis, 0), self.sizes[axis]) for axis in axes]
+        gone = {*axes, *(f"{ADDED}{stride}" for stride, _ in x.dims[dim])}
+        padding = tuple(row for row in x.padding if row[0] not in gone)
+        kept = tuple(row for row in x.axes if row[0] not in axes)
+        made = Tiles(x.root, with_dim(x.dims, dim, [*digits, *x.dims[dim]]), kept, x.partial, padding)
+        if not x.uneven:
+            return made
+        rest = tuple(row for row in x.uneven if row[0] not in axes)
+        uneven = [*rows_of_longer(rest, shape, made.shape, dim)]
+        for name, good, period, count in x.uneven:
+            if name not in axes:
+                continue
+            stride, whole = split.get(name, 0), period * prod(self.sizes[axis] for axis in axes[axes.index(name) :])
+            if stride > 0:
+                uneven.append((ADDED, good, stride, stride * self.sizes[name]))
+            elif not stride and ((period, count) != (prod(shape[dim:]), prod(shape)) or good > whole or good != whole and name != axes[0]):
+                return None  # others, further inside, have not been gathered
+            elif not stride and good != whole:
+                uneven.append((REPEATED, good, prod(made.shape[dim:]), prod(made.shape)))
+        return replace(made, uneven=in_order(uneven))
 
     def _gather_roots(self, x: Tiles, axes: Sequence[str], dim: int, dims: Dims, *what: Any) -> Tiles:
         """All ranks' own of a root that is not known, as one root: the first rank's, the second's, ..."""
@@ -290,27 +325,54 @@ class Evaluator:
 
     def _place_tiles(self, x: Tiles, dim: int, taken: Dim, rest: Dim, axes: Sequence[str]) -> Tiles:
         """Each rank has its own tile of a dim."""
-        split = dict(x.axes)
-        if any(axis in split for axis in axes):
+        split, shape = dict(x.axes), x.shape
+        if any(axis in split for axis in axes) or any(row[0] in axes for row in x.uneven):
             raise Unfit(f"split over {axes} twice")
         digits = digits_of_axes(taken, axes, self.sizes)
         split.update({axis: stride for axis, (stride, _) in digits if stride})
-        added = {row[0] for row in x.padding if row[0].startswith("+")}
-        zero = [(axis, 0.0) for axis in axes] if added else []
-        padding = [row for row in x.padding if row[0] not in added]
-        return Tiles(x.root, with_dim(x.dims, dim, rest), tuple(sorted(split.items())), x.partial, tuple(sorted([*padding, *zero])))
+        zero = [(axis, 0.0) for axis in axes] if any(row[0].startswith(ADDED) for row in x.padding) else []
+        padding = [row for row in x.padding if not row[0].startswith(ADDED)]
+        dims = with_dim(x.dims, dim, rest)
+        made = Tiles(x.root, dims, tuple(sorted(split.items())), x.partial, tuple(sorted([*padding, *zero])))
+        if END in (stride for stride, _ in taken):
+            return replace(made, uneven=in_order([*x.uneven, *(row_of_axis(axis, 1) for axis in axes)]))
+        if not x.uneven:
+            return made
+        found: dict[str, Row] = {}
+        for axis, (stride, count) in digits:
+            for row in x.uneven:
+                if any(one[0] * one[1] == stride * count and is_of_digit(row, one, x.dims) for one in x.dims[dim]):
+                    found[axis] = row
+        gone = [*found.values(), added_to(x.uneven, x.dims, shape, dim)]
+        kept = tuple(row for row in x.uneven if row not in gone)
+        uneven = [*rows_of_longer(kept, shape, made.shape, dim)]
+        uneven += [row_of_axis(axis, row[1]) for axis, row in found.items()]
+        if not found:
+            uneven += self._rows_of_repeated(x, made.shape, dim, axes)
+        return replace(made, uneven=in_order(uneven))
+
+    def _rows_of_repeated(self, x: Tiles, shape: Sequence[int], dim: int, axes: Sequence[str]) -> Iterator[Row]:
+        """The rows of axes by which a dim of equal positions is cut, if zeros were added to it or it is a tile with padding."""
+        added = added_to(x.uneven, x.dims, x.shape, dim)
+        if 0 in x.shape:
+            return
+        is_uneven = added is not None or any(at == dim for row in x.uneven for at, _ in dims_of(row, x.shape))
+        size, each, behind = x.shape[dim], x.shape[dim], prod(x.shape[dim + 1 :])
+        if added is not None:
+            size = added[1] // behind
+            if added[1] % behind or -(-size // self.sizes[axes[0]]) * self.sizes[axes[0]] != each:
+                raise Unfit("more zeros than its tiles have")
+        for axis in axes if is_uneven else ():
+            yield row_of_dim(axis, size, shape, dim)
+            each //= self.sizes[axis]
+            size = each
 
     def all_to_all(self, x: Tiles, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tiles:
         taken, rest = major_digits(x.dims[split_dim], prod(self.sizes[axis] for axis in axes))
-        dims, split = with_dim(x.dims, split_dim, rest), dict(x.axes)
-        if x.root in self.known and all(axis in split for axis in axes):
-            digits = [(split.pop(axis), self.sizes[axis]) for axis in axes]
-            split.update({axis: stride for axis, (stride, _) in digits_of_axes(taken, axes, self.sizes) if stride})
-            padding = tuple(row for row in without_sizes(x.padding) if row[0] not in axes and not row[0].startswith("+"))
-            if any(row[0].startswith("+") for row in x.padding):
-                padding = tuple(sorted([*padding, *((axis, 0.0) for axis in axes)]))
-            return Tiles(x.root, with_dim(dims, concat_dim, [*digits, *dims[concat_dim]]), tuple(sorted(split.items())), x.partial, padding)
-        return self._gather_roots(x, axes, concat_dim, dims, "all_to_all", taken)
+        gathered = self._gather_tiles(x, axes, concat_dim) if split_dim != concat_dim else None
+        if gathered is None:
+            return self._gather_roots(x, axes, concat_dim, with_dim(x.dims, split_dim, rest), "all_to_all", taken)
+        return self._place_tiles(gathered, split_dim, taken, rest, axes)
 
     def to_zigzag(self, x: Tiles, axes: Sequence[str], dim: int, home: bool = False) -> Tiles:
         """The halves of tiles in zigzag order: an order of the axis's tiles, by name. With `home`, the other way round."""
@@ -320,7 +382,8 @@ class Evaluator:
         if x.root in self.known and one in split and len(own) == 1 and split[one] == own[0][0] * own[0][1]:
             split[other] = split.pop(one)
             padding = ((other if name == one else name, value) for name, value in x.padding)
-            return replace(x, axes=tuple(sorted(split.items())), padding=tuple(sorted(padding)))
+            uneven = in_order((other if row[0] == one else row[0], *row[1:]) for row in x.uneven)
+            return replace(x, axes=tuple(sorted(split.items())), padding=tuple(sorted(padding)), uneven=uneven)
         what, *rest = self.terms.term(x.root)
         if what == ("to_zigzag" if home else "from_zigzag") and rest[:2] == [axis, own]:  # there and back again
             return replace(rest[2], dims=x.dims)
@@ -340,8 +403,13 @@ class Evaluator:
             return None
         axis, count = name_of_chunks([number], -(-size // rows)), -(-size // rows)
         self.sizes.setdefault(axis, count)
-        split = tuple(sorted([*x.axes, (axis, own[0][0] * rows)]))
-        return Tiles(x.root, with_dim(x.dims, dim, [(own[0][0], end - start)]), split, x.partial, x.padding)
+        split = tuple(sorted([*x.axes, *([(axis, own[0][0] * rows)] if own[0][0] else [])]))
+        made = replace(x, dims=with_dim(x.dims, dim, [(own[0][0], end - start)]), axes=split)
+        rest = rows_of_longer(x.uneven, x.shape, made.shape, dim)
+        if size == rows * count:
+            return replace(made, uneven=rest)
+        row = row_of_axis(axis, size * own[0][0]) if own[0][0] else row_of_dim(axis, size, made.shape, dim)
+        return replace(made, uneven=in_order([*rest, row]))
 
     def ring_shift(self, x: Tiles, axes: Sequence[str], steps: int) -> Tiles:
         return self.elementwise(x, "ring_shift", tuple(axes), steps)
@@ -349,7 +417,7 @@ class Evaluator:
     def shard(self, x: Tiles, dim: int, tiles: int, index: Held | int) -> Tiles:
         axes = index.axes(self.sizes) if isinstance(index, Integer) else None
         extent = x.shape[dim]
-        whole = lengthen_with_zeros(x, dim, -(-extent // tiles) * tiles - extent)
+        whole = lengthen_dim(x, dim, -(-extent // tiles) * tiles - extent)
         taken, rest = major_digits(whole.dims[dim], tiles)
         if x.root in self.known and axes is not None and prod(self.sizes[axis] for axis in axes) == tiles:
             if not {*axes} & {axis for axis, _ in x.partial}:
@@ -365,43 +433,38 @@ class Evaluator:
         return self.elementwise(x, "keep_first", index)
 
     def mask(self, x: Tiles, dim: int, count: Held | int, value: float) -> Tiles:
-        axes = self._masked_axes(x, dim, count)
-        if axes is not None and x.root in self.known:
-            padding = {**dict(x.padding), **dict.fromkeys(axes, float(value))}
-            return replace(x, padding=tuple(sorted(padding.items())))
-        if x.root in self.known and (rows := self._masked_repeats(x, dim, count)):
-            padding = {**dict(x.padding), **dict.fromkeys(rows, float(value))}
-            return replace(x, padding=tuple(sorted(padding.items())))
+        if x.root in self.known and (rows := self._masked_rows(x, dim, count)) is not None:
+            padding = {**dict(x.padding), **{row[0]: float(value) for row in rows}}
+            return replace(x, padding=tuple(sorted(padding.items())), uneven=in_order({*x.uneven, *rows}))
         return self.elementwise(x, "mask", x.dims[dim], count, value)
 
-    def _masked_repeats(self, x: Tiles, dim: int, count: Held | int) -> list[str]:
-        """The same where the positions of the dim are one: the axes, each with the size that it splits."""
-        if not isinstance(count, Integer) or count.made[0] != "tile_count":
-            return []
-        _, size, counts, coordinates = count.made
-        rows = [one.axes(self.sizes) if isinstance(one, Integer) else None for one in coordinates]
-        axes = [axis for row in rows if row for axis in row]
-        fits = len(axes) == len(rows) and [self.sizes[axis] for axis in axes] == [*counts]
-        one = fits and x.dims[dim] == fuse_digits([(0, tile_sizes(size, counts)[-1])]) and not set(axes) & {axis for axis, _ in x.axes}
-        behind, count = prod(x.shape[dim + 1 :]), prod(x.shape)
-        return [of_size(axis, size, behind, count) for axis in axes] if one else []
-
-    def _masked_axes(self, x: Tiles, dim: int, count: Held | int) -> tuple[str, ...] | None:
-        """The axes whose uneven tiles a mask looks at: those that split the positions of the dim. None for another mask."""
+    def _masked_rows(self, x: Tiles, dim: int, count: Held | int) -> list[Row] | None:
+        """Of the axes whose uneven tiles a mask looks at the rows of `uneven`: axes that split the positions of the dim, or would if these
+        were not one. None for another mask."""
         if not isinstance(count, Integer) or count.made[0] != "tile_count" or len(x.dims[dim]) > 1:
             return None
         _, size, counts, coordinates = count.made
-        split = dict(x.axes)
-        chunk = {chunks_of(axis)[0][0]: (axis,) for axis in split if is_of_chunks(axis)}
+        split, own = dict(x.axes), x.dims[dim]
+        chunk = {chunks_of(axis)[0][0]: (axis,) for axis in (*split, *(row[0] for row in x.uneven)) if is_of_chunks(axis)}
         rows = [one.axes(self.sizes) if isinstance(one, Integer) else chunk.get(one) for one in coordinates]
         if any(row is None or len(row) != 1 for row in rows):
             return None
         axes = tuple(axis for row in rows if row for axis in row)
-        extents = tile_sizes(size, counts)[1:]
+        extents = tile_sizes(size, counts)
         fits = all(is_of_chunks(axis) or self.sizes[axis] == count for axis, count in zip(axes, counts, strict=True))
-        if not fits or x.shape[dim] != extents[-1] or any(axis not in split for axis in axes):
+        if not fits or x.shape[dim] != extents[-1]:
             return None
-        if self.part_sizes[x.root].get(tuple((axis, split[axis]) for axis in axes)) != {size}:
+        pairs = zip(axes, extents, extents[1:], strict=False)
+        uneven = [(axis, before) for axis, before, after in pairs if before != after * self.sizes[axis]]
+        every = [*zip(axes, extents, strict=False)] if uneven else []
+        if own == fuse_digits([(0, extents[-1])]) and not any(axis in split for axis in axes):
+            found = [row_of_dim(axis, before, x.shape, dim) for axis, before in every]
+            return found if all(row in found for row in x.uneven if row[0] in axes) else None
+        if any(axis not in split for axis in axes):
             return None
-        unit = x.dims[dim][0][0] if x.dims[dim] else split[axes[-1]]
-        return axes if all(split[axis] in (unit * extent, END) for axis, extent in zip(axes, extents, strict=True)) else None
+        apart = [split[axis] // extent for axis, extent in zip(axes, extents[1:], strict=True) if split[axis] != END]
+        unit = own[0][0] if own else apart[-1] if apart else END
+        found = [row_of_axis(axis, 1 if split[axis] == END else unit * before) for axis, before in uneven]
+        if [row for row in x.uneven if row[0] in axes] != [*in_order(found)]:
+            return None
+        return found if all(split[axis] in (unit * extent, END) for axis, extent in zip(axes, extents[1:], strict=True)) else None

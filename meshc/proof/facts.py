@@ -27,10 +27,8 @@ Form = tuple[Tiles, Fact]
 
 
 class Facts:
-    """`part_sizes`: where sizes of parts are noted, by root and by axes with their strides."""
-
-    def __init__(self, sizes: Mapping[str, int], part_sizes: dict[int, dict[object, set[int]]]) -> None:
-        self._sizes, self._part_sizes = sizes, part_sizes
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
         self._of: dict[Tiles, list[Fact]] = defaultdict(list)
         self._forms: dict[Tiles, dict[Form, None]] = defaultdict(dict)
         self._values: dict[int, dict[Tiles, None]] = defaultdict(dict)
@@ -46,10 +44,6 @@ class Facts:
         rows.append(fact)
         self._values[tiles.root][fact.value] = None
         self._parts[fact.value][fact.sharding.whole()] = None
-        strides = dict(tiles.axes)
-        for _, _, part in fact.sharding.parts():
-            if part.axes and all(axis in strides for axis in part.cuts):
-                self._part_sizes[tiles.root][tuple((axis, strides[axis]) for axis in part.cuts)].add(part.size)
 
     def values_of(self, root: int) -> list[Tiles]:
         """The values, whole, that are known to have this root."""
@@ -62,6 +56,9 @@ class Facts:
         """The shardings in which tiles are a value: those that are known, or else one that gives these tiles."""
         plain = replace(tiles, padding=())
         found = [fact for fact in self._of.get(plain, ()) if fact.value == value]
+        if not found and plain.uneven:  # masked, where every rank had the same
+            rows = self._of.get(replace(plain, uneven=()), ())
+            found = [fact for fact in rows if fact.value == value and is_value(value, fact.sharding, tiles, self._sizes)]
         if not found and (sharding := self._sharding_of(value, tiles)) is not None:
             found = [Fact(value, sharding)]
             self._of[plain] += found
@@ -101,7 +98,7 @@ def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str,
         return False
     try:
         wanted = tiles_of(value, sharding, sizes)
-        return wanted.like(tiles) or 0 in wanted.shape and wanted.shape == tiles.shape
+        return tiles.serves(wanted) or 0 in wanted.shape and wanted.shape == tiles.shape
     except Unfit:
         return False
 

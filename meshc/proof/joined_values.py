@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -22,6 +23,12 @@ from meshc.proof.chunks import chunks_of, is_of_chunks, plain_chunk
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.moves import Of
 from meshc.proof.tiles import Tiles, Unfit, reshape_dims, with_dim
+from meshc.proof.uneven import (
+    ADDED,
+    REPEATED,
+    in_order,
+    rows_of_longer,
+)
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -58,7 +65,8 @@ def _joined_chunks(of: Evaluator, operands: Sequence[Held], dim: int) -> Tiles |
     for one in operands:
         if not isinstance(one, Tiles) or one.root not in of.known:
             return None
-        axes = [axis for axis, _ in one.axes if is_of_chunks(axis)]
+        names = dict.fromkeys([*(axis for axis, _ in one.axes), *(axis for axis, *_ in one.uneven)])
+        axes = [axis for axis in names if is_of_chunks(axis)]
         if len(axes) != 1:
             return None
         rows.append((axes[0], one))
@@ -69,8 +77,15 @@ def _joined_chunks(of: Evaluator, operands: Sequence[Held], dim: int) -> Tiles |
     if len(plain) != 1:
         return None
     axis, first = rows[0]
-    stride, rest = dict(first.axes)[axis], tuple(row for row in first.axes if row[0] != axis)
-    return Tiles(first.root, with_dim(first.dims, dim, [(stride, len(rows)), *first.dims[dim]]), rest, first.partial)
+    stride, rest = dict(first.axes).get(axis, 0), tuple(row for row in first.axes if row[0] != axis)
+    made = Tiles(first.root, with_dim(first.dims, dim, [(stride, len(rows)), *first.dims[dim]]), rest, first.partial)
+    positions = next((row for row in first.uneven if row[0] == axis), None)
+    own = rows_of_longer(tuple(row for row in first.uneven if row[0] != axis), first.shape, made.shape, dim)
+    if positions is None:
+        return replace(made, uneven=own)
+    whole = prod(made.shape[dim:]), prod(made.shape)
+    added = (REPEATED, positions[1], *whole) if positions[2] else (ADDED, positions[1], stride, stride * len(rows))
+    return replace(made, uneven=in_order([*own, added]))
 
 
 def _reduce_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held:

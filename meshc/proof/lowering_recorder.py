@@ -23,8 +23,9 @@ from meshc.ir.open_shapes import OpenShapes
 from meshc.ir.reductions import as_integer
 from meshc.ir.schemas import arguments_by_name, place_of
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
+from meshc.ir.sizes import Size
 from meshc.ir.spmd import MICROBATCH
-from meshc.ir.window import tile_bounds, tile_length
+from meshc.ir.window import overlaps, tile_bounds, tile_length
 from meshc.private import OpOverload
 from meshc.proof.tiles import Tiles, fuse_digits
 from meshc.rules.rule import CPU, Extents, Local, Made, Rule, Turns
@@ -395,13 +396,18 @@ class RecordedLowering(Local):
 
 
 def start_inside(window: tuple[int, int, int, int], size: int, counts: Sequence[int]) -> int | None:
-    """Where every rank's window starts in its own tile, if all windows are inside of their tiles at one place; else None."""
+    """Where every rank's window starts in its own tile, if all are inside at one place, and nobody reads what is beyond; else None. Of open
+    sizes nobody knows."""
+    if any(isinstance(number, Size) for number in (size, *window)):
+        return None
     over, stride, offset, length = window
     tile = tile_length(size, counts)
     rows = list(zip(tile_bounds(over, counts), tile_bounds(size, counts), strict=False))
     found = {start * stride + offset - own for (start, _), (own, _) in rows}
     place = found.pop() if len(found) == 1 else None
-    return place if place is not None and 0 <= place and place + length <= tile else None
+    if place is None or place < 0 or place + length > tile:
+        return None
+    return place if all(part.owner == part.reader for part in overlaps(size, counts, window)) else None
 
 
 def mask_padding(emitter: Emitter, x: Node, dim: int, row: Parts, place: int, value: float) -> Node:

@@ -52,7 +52,8 @@ def memory_faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[Node
                 break
         words = sharing_of(node)
         if PARTS_INSIDE in words:
-            inside[node] = [(place, regions[part]) for part in node.all_input_nodes for place in sorted(memory[part])]
+            made_there = [part for part in node.all_input_nodes if not _is_view(first_operand(part))]  # of views only the elements come
+            inside[node] = [(place, regions[part]) for part in made_there for place in sorted(memory[part])]
         if OVER_OPERAND in words:
             operand = first_operand(node)
             for place, region in [*((place, regions[operand]) for place in sorted(memory[operand])), *inside.get(operand, ())]:

@@ -12,9 +12,10 @@ from torch.fx import Node
 
 from meshc.ir import records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
-from meshc.proof.chunks import is_of_chunks
+from meshc.proof.chunks import is_last_chunk
 from meshc.proof.held import Held
-from meshc.proof.tiles import Tiles, Unfit, expand_dims, lengthen_with_zeros, narrow_dim, permute_dims, reshape_dims
+from meshc.proof.tiles import Tiles, Unfit, expand_dims, lengthen_dim, narrow_dim, permute_dims, reshape_dims
+from meshc.proof.uneven import ADDED
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -74,7 +75,7 @@ def slice_of(of: Evaluator, x: Tiles, dim: int, start: int, end: int, step: int 
     if not start and step == 1:
         with contextlib.suppress(Unfit):
             made = narrow_dim(x, dim, end)
-            return made if made is x else replace(made, padding=tuple(row for row in made.padding if not row[0].startswith("+")))
+            return made if made is x else replace(made, padding=tuple(row for row in made.padding if not row[0].startswith(ADDED)))
     shape = (*x.shape[:dim], -(-(end - start) // step), *x.shape[dim + 1 :])
     return of.root(shape, "slice", x, dim, start, end, step)
 
@@ -123,10 +124,11 @@ def _pad(of: Evaluator, x: Tiles, node: Node, __: object) -> Tiles:
     if of.traced or value != 0 or len(places) > 1 or any(place % 2 == 0 or pad[place] < 0 for place in places):
         raise Unfit("padding of other kinds")
     dim = len(x.dims) - 1 - places[0] // 2
-    made = lengthen_with_zeros(x, dim, pad[places[0]])
+    made = lengthen_dim(x, dim, pad[places[0]])
     for axis, stride in x.axes:  # the last chunk, shorter than the others
-        if is_of_chunks(axis) and made.dims[dim] and stride == made.dims[dim][0][0] * made.dims[dim][0][1]:
-            return replace(made, padding=tuple(sorted([*x.padding, (axis, 0.0)])))
+        if is_last_chunk(axis) and made.dims[dim] and stride == made.dims[dim][0][0] * made.dims[dim][0][1]:
+            padding = tuple(sorted([*x.padding, (axis, 0.0)]))
+            return replace(made, padding=padding, uneven=tuple(row for row in made.uneven if row in x.uneven))
     return made
 
 
@@ -137,7 +139,7 @@ def _spmd(name: str) -> Move:
         rest = [value(argument) if isinstance(argument, Node) else argument for argument in node.args[1:]]
         if spmd.joins_stages(node):
             raise Unfit("stages meet")
-        if name in OF_ELEMENTS and of.filled_with(x.root) is not None and not x.partial:
+        if name in OF_ELEMENTS and of.filled_with(x.root) is not None and not x.partial and not x.uneven:
             if name != "shard" or x.shape[node.args[1]] % node.args[2] == 0:  # type: ignore[index, operator]
                 return expand_dims(Tiles(x.root, ()), records(node)[0].shape)
         return getattr(of, name)(x, *rest)

@@ -28,9 +28,11 @@ def prove(
     """
     start = time.perf_counter()
     proof = _prove(program, traced, constants) if not program.dynamic else _prove_open(program, traced, constants, sizes)
-    at = [*instance.tried_sizes(program)][-1] if sizes is None else sizes
-    stages = instance.substitute_sizes(program, {size.symbol: at[size.name] for size in program.dynamic}).stages.values()
-    return replace(proof, in_flight=max(most_bytes(one.graph.nodes) for one in stages), seconds=time.perf_counter() - start)
+    if program.dynamic:
+        at = [*instance.tried_sizes(program)][-1] if sizes is None else sizes
+        program = instance.substitute_sizes(program, {size.symbol: at[size.name] for size in program.dynamic})
+    in_flight = max(most_bytes(stage.graph.nodes) for stage in program.stages.values())
+    return replace(proof, in_flight=in_flight, seconds=time.perf_counter() - start)
 
 
 def _prove_open(

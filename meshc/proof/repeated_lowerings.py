@@ -64,7 +64,7 @@ class RepeatedLowerings:
         for value, is_integer in zip(values, are_integers, strict=True):
             if not is_integer and self._traced.terms.term(value.root)[0] in LETTERS:
                 letters.setdefault(value.root, len(letters))
-        known = tuple((self._evaluator.numel[root], _sizes_in_order(self._evaluator.part_sizes.get(root, {}))) for root in letters)
+        known = tuple(self._evaluator.numel[root] for root in letters)
         return call, index, sharding, known, tuple(self._rows((line, *values), letters))
 
     def _call(self, n: Node, rule: Rule) -> tuple[Hashable, list[Tiles], list[bool]]:
@@ -91,7 +91,7 @@ class RepeatedLowerings:
 
         def rewrite(argument: Any) -> Hashable:
             if isinstance(argument, Tiles):
-                return name(argument.root), argument.dims, argument.axes, argument.partial, argument.padding
+                return name(argument.root), argument.dims, argument.axes, argument.partial, argument.padding, argument.uneven
             if isinstance(argument, Several):
                 return name(argument.number)
             if isinstance(argument, JoinedValues):
@@ -112,6 +112,3 @@ def _readers(n: Node, depth: int) -> Hashable:
     """The calls that read a value, and those that read these."""
     return tuple((user.target, _constants(user), _readers(user, depth - 1)) for user in n.users if user.op != "output") if depth else ()
 
-
-def _sizes_in_order(sizes: Mapping[Any, set[int]]) -> Hashable:
-    return tuple(sorted((axes, tuple(sorted(found))) for axes, found in sizes.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Final
 
 from torch.fx import Node
@@ -13,13 +12,13 @@ from torch.fx import Node
 from meshc.errors import CompileError
 from meshc.ir import Record, operands, records, value_of
 from meshc.ir.open_shapes import OpenShapes
-from meshc.ir.sharding import Part, Sharding, local_size, padded_parts, tile_sizes
+from meshc.ir.sharding import Part, Sharding, padded_parts, tile_sizes
 from meshc.ir.sizes import Dynamic
 from meshc.proof.evaluate import Evaluator
 from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding, without_names
 from meshc.proof.held import Held, Several
 from meshc.proof.lowering_recorder import Emitter, Letters, LoweringWay, RecordedLowering
-from meshc.proof.tiles import Tiles, Unfit, in_home_order, of_size, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, in_home_order, tiles_of
 from meshc.proof.traced import TracedTerms
 from meshc.rules import in_any_order
 from meshc.rules.result_shardings import SplitError, parts_of_letters, result_shardings, runs_of
@@ -86,24 +85,32 @@ class LoweringReplays:
                 row = [*first, *(form for form in row if form not in first)]
             rows.append(row[:4])
         for at, value in enumerate(values):
-            rows[at] += [form for form in self._by_letters(rule, at, value, rows, leaves) if form not in rows[at]]
+            expected, fact = self._by_letters(rule, at, value, rows)
+            rows[at] += [(leaf, fact) for leaf in leaves if leaf.serves(expected) and (leaf, fact) not in rows[at]]
             others = [form for form in self._facts.forms_of(value) if form not in rows[at]]  # a lowering may move its operand first
-            rows[at] = [*rows[at][:4], *others[-4:]] or [(value, Fact(value, whole_sharding(value.shape)))]  # one that is not read
+            is_read = any(leaf.root == value.root for leaf in leaves)
+            rows[at] = [*rows[at][:4], *others[-4:], *([] if is_read else [(expected, fact)])]
+            rows[at] = rows[at] or [(value, Fact(value, whole_sharding(value.shape)))]
         yield from _fitting(rule, rows, (), {})
 
-    def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]], leaves: Sequence[Tiles]) -> Iterator[Form]:
-        """Forms of an operand that is sharded as other operands' letters say: of a value that is repeated its tiles do not say it."""
+    def _by_letters(self, rule: Rule, at: int, value: Tiles, rows: Sequence[Sequence[Form]]) -> Form:
+        """The form of an operand that is sharded as other operands' letters and windows say: of a value that is repeated its tiles do not
+        say it, and of one that is not read there are none."""
         parts: dict[str, Parts] = {}
         for place, (letters, row) in enumerate(zip(rule.operands, rows, strict=True)):
             if row and place != at:
                 parts.update(zip(letters, row[0][1].sharding.dims, strict=False))
+        for one, (other, _) in rule.windows.items():
+            for letter, beside in ((one, other), (other, one)):
+                if beside in parts and letter not in parts:
+                    axes = tuple(axis for part in parts[beside] for axis in part.axes)
+                    parts[letter] = (Part("", value.shape[rule.operands[at].index(letter)], axes),) if letter in rule.operands[at] else ()
         own = (parts.get(letter) or (Part("", size),) for letter, size in zip(rule.operands[at], value.shape, strict=True))
         sharding = Sharding(tuple(own))
         try:
-            expected = tiles_of(value, sharding, self._evaluator.sizes)
+            return tiles_of(value, sharding, self._evaluator.sizes), Fact(value, sharding)
         except Unfit:
-            return
-        yield from ((leaf, Fact(value, sharding)) for leaf in leaves if leaf.like(expected))
+            return value, Fact(value, whole_sharding(value.shape))
 
     def replay(self, n: Node, rule: Rule, row: Sequence[Form], way: LoweringWay, told: Told, is_typed: bool) -> LoweringResults:
         """What the rule's lowering of a traced call gives for these forms of its operands. Raises what is `REFUSED`.
@@ -178,12 +185,9 @@ def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], rea
         if rule.self_masked and not clean or tiles.root not in read:
             continue
         padding, wanted = dict(tiles.padding), 0.0 if clean else rule.neutral
-        for dim, place, part in padded_parts(fact.sharding, sizes):
+        for dim, _, part in padded_parts(fact.sharding, sizes):
             counts = clean or rule.operands[at][dim] in summed
-            behind = prod(local_size(one, sizes) for one in fact.sharding.dims[dim][place + 1 :]) * prod(tiles.shape[dim + 1 :])
-            own = (of_size(axis, part.size, behind, prod(tiles.shape)) for axis in _padding_axes(part, sizes))
-            known = [{padding.get(axis), padding.get(one)} for axis, one in zip(_padding_axes(part, sizes), own, strict=True)]
-            if counts and any(wanted not in one for one in known):
+            if counts and any(padding.get(axis) != wanted for axis in _padding_axes(part, sizes)):
                 return f"operand {at}: what the uneven tiles of {part} add counts, and nothing says that it is {wanted}"
     return ""
 

@@ -9,8 +9,8 @@ runs through positions in steps of `stride`. A dim of a local tensor is a produc
     reshape(x, [12])                  dims ((6, 4), (1, 3))         axes tp 3
     129 over 2 ranks                  dims ((1, 65))                axes dp 65             one position of the second rank is padding
 
-Positions that an uneven split adds are beyond the end of a tile of an axis; what they hold is said by `padding`, or not known. Two locals
-of one root with equal tiles are equal but for padding that neither knows.
+Positions that an uneven split adds are beyond the end of a tile of an axis, which `uneven` tells; what they hold is said by `padding`, or
+not known. Two locals of one root with equal tiles are equal but for padding that neither knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,21 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeVar
 
-from meshc.ir.sharding import Part, Sharding, tile_sizes
+from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
+from meshc.proof.uneven import (
+    ADDED,
+    LOST,
+    REPEATED,
+    Rows,
+    added_to,
+    counts_elements,
+    in_order,
+    row_of_axis,
+    row_of_dim,
+    rows_in_shape,
+    rows_of_longer,
+    rows_without,
+)
 
 Digit = tuple[int, int]
 """(stride, extent) of positions."""
@@ -41,9 +55,10 @@ class Tiles:
     """
     root     number of the term whose elements these are (`terms.py`)
     dims     digits of each local dim
-    axes     (axis, stride) of each axis that splits the value, by name
+    axes     (axis, stride) of each axis that splits the value, by name; along others all ranks have the same
     partial  (axis, reduction), by name
     padding  (axis, what the padding that its uneven tiles add holds), by name; axes missing: not known
+    uneven   which places are none of the value's, by axis (`uneven.py`)
     """
 
     root: int
@@ -51,6 +66,7 @@ class Tiles:
     axes: tuple[tuple[str, int], ...] = ()
     partial: tuple[tuple[str, str], ...] = ()
     padding: tuple[tuple[str, float], ...] = ()
+    uneven: Rows = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,27 +80,26 @@ class Tiles:
 
     def like(self, other: Tiles) -> bool:
         """Whether two are the same but for what their padding holds."""
+        return self.uneven == other.uneven and self._has_positions_of(other)
+
+    def serves(self, wanted: Tiles) -> bool:
+        """Whether they are the wanted ones, but for what their padding holds; where a value is repeated, they may have no padding."""
+        if not self._has_positions_of(wanted) or any(row not in wanted.uneven for row in self.uneven):
+            return False
+        return all(row in self.uneven or counts_elements(row) for row in wanted.uneven)
+
+    def _has_positions_of(self, other: Tiles) -> bool:
         return self.root == other.root and self.dims == other.dims and self.axes == other.axes and self.partial == other.partial
 
 
 def in_home_order(x: Tiles) -> Tiles:
     """Tiles of axes in another order (`cp~zigzag`) as those in the axes' own."""
-    return replace(x, axes=_home(x.axes), padding=_home(x.padding))
+    uneven = in_order((row[0].partition("~")[0], *row[1:]) for row in x.uneven)
+    return replace(x, axes=_home(x.axes), padding=_home(x.padding), uneven=uneven)
 
 
 def _home(rows: tuple[tuple[str, _Number], ...]) -> tuple[tuple[str, _Number], ...]:
     return tuple(sorted((axis.partition("~")[0], value) for axis, value in rows))
-
-
-def of_size(axis: str, size: int, behind: int, count: int) -> str:
-    """The name of the padding that tiles of equal positions have, which no stride tells apart. `behind`: how many elements of the local
-    tensor, which has `count`, stand between one position and the next; no reshape changes that."""
-    return f"{axis} of {size}, {behind} of {count}"
-
-
-def without_sizes(padding: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """What is known of padding where elements change places."""
-    return tuple(row for row in padding if " of " not in row[0])
 
 
 def extent_of(dim: Dim) -> int:
@@ -115,7 +130,7 @@ def major_digits(dim: Sequence[Digit], count: int) -> tuple[Dim, Dim]:
     taken: list[Digit] = []
     rest = list(dim)
     left = count
-    while left != 1:
+    while left not in (0, 1):  # of open sizes it may be 1
         if not rest:
             raise Unfit(f"{count} tiles of {extent_of(tuple(dim))} positions")
         stride, extent = rest.pop(0)
@@ -151,12 +166,13 @@ def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:
 # ------------------------------------------------------------------------------------------------------------- what a sharding says
 
 
-def tiles_of_part(part: Part, unit: int, sizes: Mapping[str, int]) -> tuple[Digit, list[tuple[str, Digit]]]:
-    """The local digit of a part whose positions are `unit` apart, and the digit of each of its axes."""
+def tiles_of_part(part: Part, unit: int, sizes: Mapping[str, int]) -> tuple[Digit, list[tuple[str, Digit, int]]]:
+    """The local digit of a part whose positions are `unit` apart, and of each of its axes the digit, and how many positions it splits."""
     counts = [sizes[axis] for axis in part.axes]
     extents = tile_sizes(part.size, counts)
     axes = [
-        (axis, (END if before == 1 else unit * extent, count))  # of one position all tiles but the first are padding
+        # of one position all tiles but the first are padding
+        (axis, (END if before == 1 else unit * extent, count), before)
         for axis, before, extent, count in zip(part.cuts, extents, extents[1:], counts, strict=False)
     ]
     return (unit, extents[-1]), axes
@@ -167,28 +183,46 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
     if len(sharding.dims) != len(value.dims):
         raise Unfit(f"a sharding of {len(sharding.dims)} dims for {len(value.dims)}")
     if 0 in value.shape:
+        if sharding.shape != value.shape:
+            raise Unfit(f"{sharding} for {value.shape}")
         shape = [prod(tiles_of_part(part, 1, sizes)[0][1] for part in parts) for parts in sharding.dims]
         return Tiles(value.root, dims_of_shape(shape), partial=tuple(sorted(sharding.partial)))
     dims: list[Dim] = []
-    axes = dict(value.axes)
+    axes, uneven = dict(value.axes), list(value.uneven)
+    local = [local_size(part, sizes) for parts in sharding.dims for part in parts]
+    place = 0
     for parts, own in zip(sharding.dims, value.dims, strict=True):
         if prod(part.size for part in parts) != extent_of(own):
             raise Unfit(f"{extent_of(own)} positions as {' * '.join(map(str, parts))}")
         if not any(part.axes for part in parts):
             dims.append(own)
+            place += len(parts)
             continue
         found: list[Digit] = []
         unit = extent_of(own)
         for part in parts:
             unit //= part.size
-            local, split = tiles_of_part(part, unit, sizes)
-            found += _digits_within(own, local)
-            for axis, digit in split:
-                if digit[1] > 1 and (stride := END if digit[0] == END else stride_within(own, digit[0])):
+            mine, split = tiles_of_part(part, unit, sizes)
+            found += _digits_within(own, mine)
+            tiles = [*(before for _, _, before in split[1:]), mine[1]]
+            are_uneven = [before != tile * count for (_, (_, count), before), tile in zip(split, tiles, strict=False)]
+            for (axis, (apart, count), before), is_uneven in zip(split, are_uneven, strict=True):
+                stride = END if apart == END else stride_within(own, apart)
+                if count > 1 and stride:
                     axes[axis] = stride
+                if count > 1 and is_uneven and stride:
+                    uneven.append(row_of_axis(axis, _positions(stride, before, count)))
+                elif count > 1 and any(are_uneven) and not stride:  # ranks along even ones differ in padding, too
+                    uneven.append(row_of_dim(axis, before, local, place))
+            place += 1
         dims.append(fuse_digits(found))
     partial = tuple(sorted(sharding.partial))
-    return Tiles(value.root, tuple(dims), tuple(sorted(axes.items())), partial)
+    return Tiles(value.root, tuple(dims), tuple(sorted(axes.items())), partial, uneven=in_order(uneven))
+
+
+def _positions(stride: int, size: int, count: int) -> int:
+    """How far all positions reach that tiles split which are `stride` apart."""
+    return 1 if stride == END else stride // -(-size // count) * size
 
 
 def stride_within(own: Dim, stride: int) -> int:
@@ -207,7 +241,7 @@ def _digits_within(own: Dim, digit: Digit) -> list[Digit]:
     """The same for a digit of a dim's positions."""
     stride, extent = digit
     found: list[Digit] = []
-    unit, goes_on = 1, extent != 1
+    unit, goes_on = 1, extent not in (0, 1)
     for base, count in reversed(own):
         if goes_on and stride < unit * count:
             step = stride // unit
@@ -225,6 +259,8 @@ def _digits_within(own: Dim, digit: Digit) -> list[Digit]:
 
 def substitute_root(x: Tiles, local: Tiles, whole: Tiles) -> Tiles:
     """The tiles `x` of a root as tiles of another, where `local` of the one are `whole` of the other, element by element. Raises Unfit."""
+    if x.uneven != whole.uneven or any(map(counts_elements, x.uneven)):
+        raise Unfit("places that are none of the value's")
     pieces = [(one, step, other) for mine, own in zip(local.dims, whole.dims, strict=True) for one, step, other in _common(mine, own)]
     dims: list[Dim] = []
     for dim in x.dims:
@@ -264,7 +300,8 @@ def with_dim(dims: Dims, dim: int, digits: Iterable[Digit]) -> Dims:
 
 
 def permute_dims(x: Tiles, order: Sequence[int]) -> Tiles:
-    return replace(x, dims=tuple(x.dims[dim] for dim in order), padding=without_sizes(x.padding))
+    made = replace(x, dims=tuple(x.dims[dim] for dim in order))
+    return made if not x.uneven else replace(made, uneven=rows_in_shape(x.uneven, x.shape, made.shape, list(order).index))
 
 
 def reshape_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
@@ -282,7 +319,11 @@ def expand_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
         elif size not in (-1, extent_of(own)):
             raise Unfit(f"{x.shape} expand_dims to {tuple(shape)}")
         dims.append(own)
-    return replace(x, dims=tuple(dims), padding=without_sizes(x.padding))
+    made = replace(x, dims=tuple(dims))
+    if not x.uneven:
+        return made
+    kept = {at - new: at for at, own in enumerate(dims) if at >= new and x.dims[at - new] == own}
+    return replace(made, uneven=rows_in_shape(x.uneven, x.shape, made.shape, kept.get))
 
 
 def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:
@@ -292,26 +333,39 @@ def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:
         return x
     if len(own) != 1:
         raise Unfit("a slice of several digits")
-    return replace(x, dims=with_dim(x.dims, dim, [(own[0][0], length)]))
+    made = replace(x, dims=with_dim(x.dims, dim, [(own[0][0], length)]))
+    if not x.uneven:
+        return made
+    added = added_to(x.uneven, x.dims, x.shape, dim)
+    if added is None:
+        return replace(made, uneven=rows_in_shape(x.uneven, x.shape, made.shape, lambda at: at if at != dim else None))
+    reach = length * (own[0][0] or prod(x.shape[dim + 1 :]))
+    rest = rows_without(x.uneven, added)
+    if reach == added[1]:  # a tile of whatever splits it further out is whole again
+        return replace(made, uneven=rows_of_longer(rest, x.shape, made.shape, dim))
+    lost = () if reach < added[1] else ((f"{LOST}{added[0]}", *added[1:]),)
+    return replace(made, uneven=in_order([*rows_in_shape(rest, x.shape, made.shape, lambda at: at if at != dim else None), *lost]))
 
 
 def lengthen_dim(x: Tiles, dim: int, extra: int) -> Tiles:
-    """A dim with positions added behind its own."""
+    """A dim with zeros added behind its own positions. Raises Unfit."""
+    if not extra:
+        return x
     own = x.dims[dim]
     if len(own) > 1:
         raise Unfit("positions behind several digits")
     stride, extent = own[0] if own else (END, 1)
-    return replace(x, dims=with_dim(x.dims, dim, [(stride, extent + extra)]))
-
-
-def lengthen_with_zeros(x: Tiles, dim: int, extra: int) -> Tiles:
-    """A dim with zeros added behind its own positions."""
-    if not extra:
-        return x
-    made = lengthen_dim(x, dim, extra)
+    made = replace(x, dims=with_dim(x.dims, dim, [(stride, extent + extra)]))
     if not made.dims[dim]:
         raise Unfit("one position where there was none")
-    return replace(made, padding=tuple(sorted([*made.padding, (f"+{made.dims[dim][0][0]}", 0.0)])))
+    padding = tuple(sorted([*made.padding, (f"{ADDED}{stride}", 0.0)]))
+    before = added_to(x.uneven, x.dims, x.shape, dim)
+    rest = rows_of_longer(rows_without(x.uneven, before), x.shape, made.shape, dim)
+    if stride == END:
+        return replace(made, padding=padding, uneven=rest)
+    good = before[1] if before is not None else extent * (stride or prod(x.shape[dim + 1 :]))
+    added = (ADDED, good, 0, stride * (extent + extra)) if stride else (REPEATED, good, prod(made.shape[dim:]), prod(made.shape))
+    return replace(made, padding=padding, uneven=in_order([*rest, added]))
 
 
 def digits_of_axes(digits: Dim, axes: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[str, Digit]]:

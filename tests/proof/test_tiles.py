@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -17,7 +18,7 @@ from meshc.ir.sharding import Part, Sharding, tile_sizes
 from meshc.proof.evaluate import Evaluator
 from meshc.proof.held import Integer
 from meshc.proof.terms import TermTable
-from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, tiles_of
+from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, lengthen_dim, tiles_of
 
 aten = torch.ops.aten
 SIZES = {"a": 2, "b": 3, "c": 2}
@@ -62,12 +63,17 @@ def told(tiles: Tiles, at: tuple[int, ...]) -> torch.Tensor:
     return found
 
 
-def agree(tiles: Tiles, have: Ranks) -> None:
+def agree(tiles: Tiles, have: Ranks, forms: Iterable[tuple[Tiles, Ranks]]) -> None:
+    """Where tiles say that a rank has a position it has that; what serves as a value in a sharding has all that the value has so."""
+    for wanted, real in forms:
+        if tiles.serves(wanted):
+            assert all((have[at][real[at] != PADDING] != PADDING).all() for at in have), (tiles, wanted)
     for at, x in have.items():
         where = told(tiles, at)
         assert where.shape == x.shape
         real = x != PADDING
         assert torch.equal(where[real], x[real]), (tiles, at)
+        assert tiles.uneven or any(stride for dim in tiles.dims for stride, _ in dim) or real.all(), (tiles, at)
 
 
 def draw_sharding(pick: random.Random) -> Sharding:
@@ -83,16 +89,31 @@ def draw_sharding(pick: random.Random) -> Sharding:
 class World:
     """A value on all ranks, and its tiles, through the same moves."""
 
-    def __init__(self, pick: random.Random) -> None:
+    def __init__(self, pick: random.Random, repeats: Collection[int] = ()) -> None:
+        """`repeats`: dims along which all elements are the same."""
         self.pick = pick
         self.sharding = draw_sharding(pick)
         shape = self.sharding.shape
+        once = [1 if dim in repeats else size for dim, size in enumerate(shape)]
         terms = TermTable()
         root = terms.number("port", "x")
-        self.of = Evaluator(terms, SIZES, {root}, {root: prod(shape)})
-        self.tiles = tiles_of(Tiles(root, dims_of_shape(shape)), self.sharding, SIZES)
-        self.have = cut(torch.arange(prod(shape)).reshape(shape), self.sharding)
+        self.of = Evaluator(terms, SIZES, {root}, {root: prod(once)})
+        self.value = expand_dims(Tiles(root, dims_of_shape(once)), shape)
+        self.repeats = bool(repeats)
+        self.tiles = tiles_of(self.value, self.sharding, SIZES)
+        whole = torch.arange(prod(once)).reshape(once).expand(shape)
+        self.have = cut(whole, self.sharding)
+        self.forms = [(tiles_of(self.value, one, SIZES), cut(whole, one)) for one in self.shardings()]
         self.graph = Graph()
+
+    def shardings(self) -> Iterator[Sharding]:
+        """The value's, without some of the axes."""
+        split = self.sharding.split_axes()
+        for left in {frozenset(self.pick.sample(sorted(split), count)) for count in range(len(split) + 1) for _ in range(2)}:
+            dims = [
+                [replace(part, axes=tuple(axis for axis in part.axes if axis in left)) for part in parts] for parts in self.sharding.dims
+            ]
+            yield replace(self.sharding, dims=tuple(map(tuple, dims)))
 
     def call(self, target: Callable[..., object], *args: object) -> Tiles:
         """What the evaluator makes of a call, of what all ranks have now."""
@@ -129,13 +150,13 @@ class World:
         axis = self.pick.choice(list(SIZES))
         split, index = {name for name, _ in self.tiles.axes}, list(SIZES).index(axis)
         kind = self.pick.choice(["gather", "shard", "exchange", "turn", "apart", "together", "cut", "pad"])
-        if kind == "gather" and axis in split:
+        if kind == "gather" and (axis in split or self.repeats):
             found = self.call(spmd.all_gather, [axis], dim)
             have = {at: torch.cat(self.along(axis, at), dim) for at in ranks()}
         elif kind == "shard" and axis not in split and shape[dim] > 1:
             found = self.call(spmd.shard, dim, SIZES[axis], Integer(("coordinate", axis)))
             have = {at: padded_shard(x, dim, SIZES[axis], at[index]) for at, x in self.have.items()}
-        elif kind == "exchange" and axis in split and shape[dim] % SIZES[axis] == 0 and len(shape) > 1:
+        elif kind == "exchange" and (axis in split or self.repeats) and shape[dim] % SIZES[axis] == 0 and len(shape) > 1:
             other = (dim + 1) % len(shape)
             found = self.call(spmd.all_to_all, [axis], dim, other)
             have = {at: torch.cat([x.chunk(SIZES[axis], dim)[at[index]] for x in self.along(axis, at)], other) for at in ranks()}
@@ -172,19 +193,20 @@ def padded_shard(x: torch.Tensor, dim: int, tiles: int, index: int) -> torch.Ten
     return whole.narrow(dim, index * length, length)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_tiles_are_where_they_say(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("repeats", [(), (0, 1), (0,), (1,)], ids=["apart", "repeated", "rows repeated", "columns repeated"])
+def test_tiles_are_where_they_say(seed: int, repeats: tuple[int, ...]) -> None:
     pick, done = random.Random(seed), 0
     for _ in range(60):
         try:
-            world = World(pick)
+            world = World(pick, repeats)
         except Unfit:
             continue
-        agree(world.tiles, world.have)
+        agree(world.tiles, world.have, world.forms)
         for _ in range(8):
             if world.step():
                 done += 1
-                agree(world.tiles, world.have)
+                agree(world.tiles, world.have, world.forms)
     assert done > 100
 
 
@@ -195,6 +217,30 @@ def test_what_a_gather_leaves_of_padding_is_no_position_of_the_value() -> None:
     of = Evaluator(TermTable(), SIZES, {whole.root}, {whole.root: 5})
     gathered = of.all_gather(split, ["a"], 0)
     assert gathered.shape == (6,) and not gathered.like(whole)
+
+
+@pytest.mark.parametrize("stride", [1, 0], ids=["apart", "repeated"])
+def test_zeros_in_the_place_of_a_value_are_not_the_value(stride: int) -> None:
+    """Two of three positions, and a zero behind them; and of four over two ranks the third, where that of the second rank is."""
+    root = TermTable().number("port", "x")
+    value = Tiles(root, (((stride, 4),),))
+    of = Evaluator(TermTable(), SIZES, {root}, {root: 4 if stride else 1})
+    cut_off = replace(value, dims=(((stride, 3),),))
+    with contextlib.suppress(Unfit):
+        assert not lengthen_dim(cut_off, 0, 1).serves(value)
+    with contextlib.suppress(Unfit):
+        wanted = tiles_of(value, Sharding(((Part("p", 4, ("a",)),),)), SIZES)
+        assert not of.shard(cut_off, 0, 2, Integer(("coordinate", "a"))).serves(wanted)
+
+
+def test_of_uneven_tiles_of_one_number_a_gather_has_others() -> None:
+    """[v, v, v] over two ranks is [v, v] and [v, zero]: all together are not four times v."""
+    root = TermTable().number("port", "x")
+    of = Evaluator(TermTable(), SIZES, {root}, {root: 1})
+    split = tiles_of(Tiles(root, (((0, 3),),)), Sharding(((Part("p", 3, ("a",)),),)), SIZES)
+    assert split.uneven and not of.all_gather(split, ["a"], 0).serves(Tiles(root, (((0, 4),),)))
+    whole = tiles_of(Tiles(root, (((0, 4),),)), Sharding(((Part("p", 4, ("a",)),),)), SIZES)
+    assert not whole.uneven and of.all_gather(whole, ["a"], 0) == Tiles(root, (((0, 4),),))
 
 
 def test_what_is_another_value_on_other_ranks_is_told_by_what_made_it() -> None:
