@@ -389,7 +389,8 @@ class Program:
         without running either (docs/proof.md). `print` it: what was proved and what is trusted, or the first line that is not proved, with
         the traced call that it should be; `holds` says which. Ranks exchange nothing for it: call it on one.
 
-        sizes  of what is open (Options(dynamic=)), by name: it is proved for these, by default for those that it was compiled with
+        sizes  of what is open (Options(dynamic=)), by name: it is proved for these, by default for all that the program serves; where
+               that is not shown, for those that it was compiled with, and the text says so
 
         Raises InputError for sizes that the program does not serve."""
         return proving.prove_program(self, sizes)

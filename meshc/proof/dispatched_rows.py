@@ -11,7 +11,7 @@ In two hops, between nodes and inside them, the choices of the first are of node
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,13 +23,15 @@ from meshc.ir.schemas import RESHAPES
 from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers its operators
 from meshc.ops import expert_groups as _groups  # noqa: F401 - likewise
 from meshc.ops import used_rows as _used_rows  # noqa: F401 - likewise
-from meshc.proof.held import Held, Integer, JoinedValues
+from meshc.proof import exchanged_tiles
+from meshc.proof.held import Held, JoinedValues
+from meshc.proof.receivers import ChosenReceivers, Receivers
 from meshc.proof.tiles import Tiles, fuse_digits
 
 if TYPE_CHECKING:
-    from meshc.proof.compacted_rows import UsedRows
     from meshc.proof.evaluate import Evaluator
     from meshc.proof.moves import Of
+    from meshc.proof.rows_in_use import UsedRows
     from meshc.proof.traced import TracedTerms
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -44,31 +46,21 @@ ADDING: Final[Mapping[Any, int]] = {
 }  # fmt: skip
 """Calls that give zeros for tokens without a choice, likewise."""
 KEEPING: Final = (*RESHAPES, aten.slice.Tensor, aten.cat.default)
-CHOOSING: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
-
-
-@dataclass(frozen=True)
-class Receivers:
-    """Rank r along `axes` has the experts from r * `each` on; the choices are the traced value with this root."""
-
-    root: int
-    axes: tuple[str, ...]
-    each: int
 
 
 def gather(of: Evaluator, x: Tiles, axes: Sequence[str]) -> Tiles:
-    made = of.all_gather(x, axes, len(x.dims) - 2)
+    made = exchanged_tiles.all_gather(of, x, axes, len(x.dims) - 2)
     return replace(made, dims=((), *made.dims))
 
 
 def scatter(of: Evaluator, x: Tiles, axes: Sequence[str]) -> Tiles:
-    made = of.reduce_scatter(x, axes, len(x.dims) - 2, "sum")
+    made = exchanged_tiles.reduce_scatter(of, x, axes, len(x.dims) - 2, "sum")
     return replace(made, dims=made.dims[1:])
 
 
 class DispatchedRows:
     def __init__(self, traced: TracedTerms, sizes: Mapping[str, int], used: UsedRows) -> None:
-        self._traced, self._sizes, self._used = traced, sizes, used
+        self._whose, self._used = ChosenReceivers(traced, sizes), used
         self._sent: dict[Node, Receivers] = {}
         """Values of which the rows of other tokens are not there."""
         self._zero: dict[Node, list[Held]] = {}
@@ -88,7 +80,7 @@ class DispatchedRows:
             return ""
         if node.target in READERS:
             own = self._choices(node, READERS, held)
-            return "" if all(self._is_for(own, one) for one in sent) else "it reads rows by other choices than they were sent by"
+            return "" if all(self._whose.is_for(own, one) for one in sent) else "it reads rows by other choices than they were sent by"
         if node.target in KEEPING or is_getitem(node):
             self._sent[node] = sent[0]
             return "" if len(set(sent)) == 1 else "it joins rows that were sent by different choices"
@@ -102,7 +94,7 @@ class DispatchedRows:
     def _fault_of_exchange(self, node: Node, held: Of) -> str:
         x, axes, choice, each = node.args[:4]
         assert isinstance(x, Node) and isinstance(choice, Node) and isinstance(axes, list) and isinstance(each, int)
-        found = self._receivers(held(choice), tuple(axes), each)
+        found = self._whose.receivers_by(held(choice), tuple(axes), each)
         if found is None:
             return "nothing says whose choices it goes by"
         choices, receivers = found
@@ -114,77 +106,15 @@ class DispatchedRows:
             return "its rows are other tokens than its choices are of"
         if gathers:
             before = self._sent.get(x)
-            if before is not None and not self._goes_on(before, receivers):
+            if before is not None and not self._whose.goes_on(before, receivers):
                 return "it passes on rows that were not sent to this rank"
             self._sent[node] = receivers
             return ""
         zero = self._zero.get(x, [])
-        if not rows or not zero or not all(self._is_for(own, receivers) or self._is_inside(own, receivers) for own in zero):
+        if not rows or not zero or not all(self._whose.is_for(own, receivers) or self._whose.is_inside(own, receivers) for own in zero):
             return "rows that it does not send may be others than zeros"
         self._zero[node] = zero
         return ""
-
-    def _receivers(self, choice: Held, axes: tuple[str, ...], each: int) -> tuple[Tiles, Receivers] | None:
-        """The choices, and to whom rows go by them; inside a node the number of its first expert is taken off first."""
-        if not isinstance(choice, Tiles):
-            return None
-        if choice.root in self._traced.known:
-            return choice, Receivers(choice.root, axes, each)
-        what, *rest = self._traced.terms.term(choice.root)
-        if what != "call" or rest[0] is not aten.sub.Tensor or len(rest[1]) != 3:
-            return None
-        _, whole, first = rest[1]
-        if not isinstance(whole, Tiles) or not isinstance(first, Integer) or first.made[0] != "tile_start":
-            return None
-        _, size, counts, coordinates = first.made
-        rows = [one.axes(self._sizes) if isinstance(one, Integer) else None for one in coordinates]
-        across = tuple(axis for row in rows if row for axis in row)
-        inside = prod(self._sizes[axis] for axis in axes)
-        if [self._sizes[axis] for axis in across] != [*counts] or size != prod(counts) * inside * each:
-            return None
-        return whole, Receivers(whole.root, (*across, *axes), each)
-
-    def _goes_on(self, before: Receivers, then: Receivers) -> bool:
-        """Whether rows that a node has got are all that its ranks want."""
-        inside = then.axes[len(before.axes) :]
-        fits = before.root == then.root and then.axes[: len(before.axes)] == before.axes and inside
-        return bool(fits) and before.each == then.each * prod(self._sizes[axis] for axis in inside)
-
-    def _is_inside(self, own: Held, receivers: Receivers) -> bool:
-        """Whether choices are of experts of some of the receivers' own ranks."""
-        if not isinstance(own, Tiles):
-            return False
-        behind = tuple(axis for axis, _ in sorted(own.axes, key=lambda row: -row[1]) if axis not in receivers.axes)
-        for count in range(1, len(behind) + 1):
-            ranks = prod(self._sizes[axis] for axis in behind[:count])
-            if receivers.each % ranks == 0:
-                inner = Receivers(receivers.root, (*receivers.axes, *behind[:count]), receivers.each // ranks)
-                if self._is_for(own, inner):
-                    return True
-        return False
-
-    def _is_for(self, own: Held, receivers: Receivers) -> bool:
-        """Whether a rank's local choices are those of the experts that it has as a receiver."""
-        made = self._traced.makers.get(own.root) if isinstance(own, Tiles) else None
-        if made is None or made[0].target not in CHOOSING or not isinstance(own, Tiles):
-            return False
-        choice, groups, each = made[0].args[:3]
-        strides = dict(own.axes)
-        ranks = prod(self._sizes[axis] for axis in receivers.axes)
-        positions = prod(self._traced.values[made].shape) // groups  # type: ignore[operator]
-        if groups % ranks or any(axis not in strides for axis in receivers.axes):  # type: ignore[operator]
-            return False
-        step = positions * groups // ranks  # type: ignore[operator]
-        for axis in reversed(receivers.axes):
-            if strides[axis] != step:
-                return False
-            step *= self._sizes[axis]
-        of = self._traced.values[_value_of(choice)]
-        return of.root == receivers.root and receivers.each == each * groups // ranks  # type: ignore[operator]
-
-
-def _value_of(choice: Any) -> tuple[Node, int]:
-    return (choice.args[0], choice.args[1]) if is_getitem(choice) else (choice, 0)
 
 
 def _tokens(x: Tiles) -> object:

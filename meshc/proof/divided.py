@@ -17,8 +17,11 @@ from torch.fx import Node
 
 from meshc.ir import record, spmd
 from meshc.ir.schemas import named_arguments
+from meshc.proof.exchanged_tiles import all_gather
 from meshc.proof.held import Held, Integer, JoinedValues, OfRank
-from meshc.proof.tiles import Tiles, Unfit, reshape_dims
+from meshc.proof.places import shard
+from meshc.proof.tile_moves import reshape_dims
+from meshc.proof.tiles import Tiles, Unfit
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -64,7 +67,7 @@ def _exchange_joined(of: Evaluator, x: JoinedValues, node: Node, _: Of) -> Held:
     axes, split_dim, concat_dim = node.args[1:]
     if split_dim or not concat_dim:
         raise Unfit("an exchange of a joined value along other dims")
-    whole = tuple(of.all_gather(piece, axes, concat_dim) for piece in x.pieces)  # type: ignore[arg-type]
+    whole = tuple(all_gather(of, piece, axes, concat_dim) for piece in x.pieces)  # type: ignore[arg-type]
     return _to_ranks(of, JoinedValues(0, whole), axes, record(node).dtype)  # type: ignore[arg-type]
 
 
@@ -111,5 +114,5 @@ def _bring(of: Evaluator, x: OfRank, node: Node) -> Held:
     if node.target is spmd.all_to_all and dims[0] and not dims[1]:
         split = dims[0]
         index = x.index(of.sizes)
-        return JoinedValues(0, tuple(of.shard(piece, split, len(x.values), index) for piece in pieces))  # type: ignore[arg-type]
+        return JoinedValues(0, tuple(shard(of, piece, split, len(x.values), index) for piece in pieces))  # type: ignore[arg-type]
     raise Unfit(f"{node.target} of other values on each rank")

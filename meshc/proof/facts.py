@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from meshc.ir.sharding import Part, Sharding
-from meshc.proof.tiles import Tiles, Unfit, extent_of, stride_within, tiles_of
+from meshc.proof.regrouped import regroup_parts, units_of_parts
+from meshc.proof.tiles import Tiles, Unfit, tiles_of
 
 Parts = tuple[Part, ...]
 
@@ -66,7 +65,7 @@ class Facts:
 
     def _sharding_of(self, value: Tiles, tiles: Tiles) -> Sharding | None:
         for whole in self._whole_shardings(value):
-            units = [(d, p, unit, part) for d, parts in enumerate(whole.dims) for p, part, unit in _units(value, d, parts)]
+            units = [(d, p, unit, part) for d, parts in enumerate(whole.dims) for p, part, unit in units_of_parts(value, d, parts)]
             rows: dict[tuple[int, int], list[str]] = defaultdict(list)
             for axis, stride in sorted(tiles.axes, key=lambda row: -row[1]):
                 at = next(((d, p) for d, p, unit, part in units if unit <= stride < unit * part.size), None)
@@ -103,14 +102,6 @@ def is_value(value: Tiles, sharding: Sharding, tiles: Tiles, sizes: Mapping[str,
         return False
 
 
-def sharding_before_move(value: Tiles, moved: Tiles, sharding: Sharding) -> Sharding | None:
-    """The sharding of a value that is so sharded once its dims are in another order, or its elements in another shape."""
-    if len(moved.dims) == len(value.dims) and all(dim in moved.dims for dim in value.dims):
-        return replace(sharding, dims=tuple(sharding.dims[moved.dims.index(dim)] for dim in value.dims), zero=frozenset())
-    dims = regroup_parts([part for parts in sharding.dims for part in parts], value.shape)
-    return None if dims is None else Sharding(dims, sharding.partial)
-
-
 def _with_cuts(part: Part, cuts: Sequence[str]) -> Part:
     """A part split by axes, of which the first may say the order of its tiles: `cp~zigzag`."""
     axes = [cut.partition("~")[0] for cut in cuts]
@@ -120,44 +111,3 @@ def _with_cuts(part: Part, cuts: Sequence[str]) -> Part:
 def whole_sharding(shape: Sequence[int]) -> Sharding:
     """Of a value of which nothing is split, each dim a part."""
     return Sharding(tuple((Part(f"dim {at}", size),) for at, size in enumerate(shape)))
-
-
-def without_names(sharding: Sharding) -> object:
-    """A sharding but for the names of factors and the order of what it is partial over."""
-    dims = tuple(tuple((part.size, part.cuts) for part in parts if part.size != 1 or part.axes) for parts in sharding.dims)
-    return dims, frozenset(sharding.partial)
-
-
-def shardings_of_shape(shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]) -> list[Sharding]:
-    """Shardings in which a value may have a local shape, each dim split by one axis at most; the whole value, where an axis fits no dim."""
-    rows: list[list[tuple[str, ...]]] = []
-    for size, mine in zip(shape, local, strict=True):
-        rows.append([(axis,) for axis, count in sizes.items() if size != mine == -(-size // count)] or [()])
-    found = []
-    for axes in itertools.islice(itertools.product(*rows), 8):
-        found.append(Sharding(tuple((Part(f"dim {at}", size, own),) for at, (size, own) in enumerate(zip(shape, axes, strict=True)))))
-    return found
-
-
-def _units(value: Tiles, dim: int, parts: Parts) -> Iterator[tuple[int, Part, int]]:
-    """(place, part, how far apart its positions are) for the parts of a dim."""
-    unit = extent_of(value.dims[dim])
-    for place, part in enumerate(parts) if unit else ():
-        unit //= part.size
-        try:
-            yield place, part, stride_within(value.dims[dim], unit)
-        except Unfit:
-            continue
-
-
-def regroup_parts(parts: Sequence[Part], shape: Sequence[int]) -> tuple[Parts, ...] | None:
-    """The same parts, in order, as those of other dims; None if they do not fit."""
-    rest, found = list(parts), []
-    for size in shape:
-        dim: list[Part] = []
-        while rest and prod(part.size for part in dim) < size:
-            dim.append(rest.pop(0))
-        if prod(part.size for part in dim) != size:
-            return None
-        found.append(tuple(dim))
-    return tuple(found) if all(part.size == 1 for part in rest) else None

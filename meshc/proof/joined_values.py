@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -18,17 +17,12 @@ from torch.fx import Node
 from meshc.ir import operands as operands_of
 from meshc.ir import records, spmd
 from meshc.ir.schemas import RESHAPES, named_arguments
-from meshc.proof import dispatched_rows, divided
-from meshc.proof.chunks import chunks_of, is_of_chunks, plain_chunk
+from meshc.proof import chunk_tiles, dispatched_rows, divided
+from meshc.proof.exchanged_tiles import all_gather, all_reduce, reduce_scatter
 from meshc.proof.held import Held, JoinedValues
 from meshc.proof.moves import Of
-from meshc.proof.tiles import Tiles, Unfit, reshape_dims, with_dim
-from meshc.proof.uneven import (
-    ADDED,
-    REPEATED,
-    in_order,
-    rows_of_longer,
-)
+from meshc.proof.tile_moves import reshape_dims
+from meshc.proof.tiles import Tiles, Unfit
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -51,7 +45,7 @@ def each(x: JoinedValues, make: Callable[[Tiles], Held], **changes: Any) -> Join
 def _join(of: Evaluator, _: object, node: Node, value: Of) -> Held:
     operands = [value(one) for one in operands_of(node)]
     dim = named_arguments(node)["dim"]
-    if records(node)[0].chunk is not None and (whole := _joined_chunks(of, operands, dim)) is not None:
+    if records(node)[0].chunk is not None and (whole := chunk_tiles.joined_chunks(of, operands, dim)) is not None:
         return whole
     if of.traced or not all(isinstance(one, Tiles) for one in operands):
         raise Unfit("a concatenation of other kinds")
@@ -59,37 +53,8 @@ def _join(of: Evaluator, _: object, node: Node, value: Of) -> Held:
     return JoinedValues(dim % len(pieces[0].dims), pieces)
 
 
-def _joined_chunks(of: Evaluator, operands: Sequence[Held], dim: int) -> Tiles | None:
-    """The concatenation of all chunks of a known value, in order; None for other operands."""
-    rows: list[tuple[str, Tiles]] = []
-    for one in operands:
-        if not isinstance(one, Tiles) or one.root not in of.known:
-            return None
-        names = dict.fromkeys([*(axis for axis, _ in one.axes), *(axis for axis, *_ in one.uneven)])
-        axes = [axis for axis in names if is_of_chunks(axis)]
-        if len(axes) != 1:
-            return None
-        rows.append((axes[0], one))
-    numbers = [chunks_of(axis) for axis, _ in rows]
-    if numbers != [((at,), len(rows)) for at in range(len(rows))]:
-        return None
-    plain = {(one.root, one.dims, one.partial, tuple((plain_chunk(axis), stride) for axis, stride in one.axes)) for _, one in rows}
-    if len(plain) != 1:
-        return None
-    axis, first = rows[0]
-    stride, rest = dict(first.axes).get(axis, 0), tuple(row for row in first.axes if row[0] != axis)
-    made = Tiles(first.root, with_dim(first.dims, dim, [(stride, len(rows)), *first.dims[dim]]), rest, first.partial)
-    positions = next((row for row in first.uneven if row[0] == axis), None)
-    own = rows_of_longer(tuple(row for row in first.uneven if row[0] != axis), first.shape, made.shape, dim)
-    if positions is None:
-        return replace(made, uneven=own)
-    whole = prod(made.shape[dim:]), prod(made.shape)
-    added = (REPEATED, positions[1], *whole) if positions[2] else (ADDED, positions[1], stride, stride * len(rows))
-    return replace(made, uneven=in_order([*own, added]))
-
-
 def _reduce_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held:
-    return each(x, lambda piece: of.all_reduce(piece, *node.args[1:]))  # type: ignore[arg-type]
+    return each(x, lambda piece: all_reduce(of, piece, *node.args[1:]))  # type: ignore[arg-type]
 
 
 def _gather_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held:
@@ -97,11 +62,11 @@ def _gather_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Hel
     if x.merged:
         raise Unfit("a joined value gathered along rows")
     if dim != x.dim:
-        return each(x, lambda piece: of.all_gather(piece, axes, dim))
+        return each(x, lambda piece: all_gather(of, piece, axes, dim))
 
     def gather(piece: Tiles) -> Tiles:
         row = replace(piece, dims=(*piece.dims[:dim], (), *piece.dims[dim:]))
-        return of.all_gather(row, axes, dim)
+        return all_gather(of, row, axes, dim)
 
     return each(x, gather, dim=x.dim + 1, merged=True)
 
@@ -109,12 +74,12 @@ def _gather_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Hel
 def _scatter_joined(of: Evaluator, x: JoinedValues, node: Node, _: object) -> Held:
     axes, dim, how = cast(tuple[Sequence[str], int, str], node.args[1:])
     if not x.merged and dim != x.dim:
-        return each(x, lambda piece: of.reduce_scatter(piece, axes, dim, how))
+        return each(x, lambda piece: reduce_scatter(of, piece, axes, dim, how))
     if not x.merged or dim != x.dim - 1:
         raise Unfit("a joined value scattered along another dim")
 
     def scatter(piece: Tiles) -> Tiles:
-        made = of.reduce_scatter(piece, axes, dim, how)
+        made = reduce_scatter(of, piece, axes, dim, how)
         if made.dims[dim]:
             raise Unfit("a joined value scattered in part")
         return replace(made, dims=(*made.dims[:dim], *made.dims[dim + 1 :]))

@@ -11,6 +11,7 @@ from meshc.ir import operands, record, value_of
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.program.program import Stage
 from meshc.proof.facts import Fact, whole_sharding
+from meshc.proof.lowered_lines import prove_lowering
 from meshc.proof.tiles import Tiles, tiles_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def walk_write(walk: Erasure, stage: Stage, node: Node) -> None:
     found, own = walk.evaluator.opaque(node, walk.held.__getitem__), record(x).sharding
     sharding = whole_sharding(record(x).shape) if own is None else own
     assert isinstance(found, Tiles)
-    why = "nothing says what it is" if hint is None else walk.prove_lowering(node, found, sharding, *hint)
+    why = "nothing says what it is" if hint is None else prove_lowering(walk, node, found, sharding, *hint)
     if why:
         return walk.fail(stage, node, why, None if hint is None else hint[0])
     walk.held[x], walk.known[x] = walk.held[node], walk.known[node]

@@ -95,6 +95,11 @@ def constant(argument: object) -> object:
     return comparison_key(argument)
 
 
+def call_term(target: object, *args: object) -> Term:
+    """A call of an operator on these positional arguments as a term."""
+    return "call", target, ("list", *(one if isinstance(one, Tiles) else constant(one) for one in args)), ("named",)
+
+
 def arguments(args: object, leaf: Callable[[Node], object]) -> object:
     """The arguments of a call as a part of its term; `leaf` gives what stands for an operand."""
     if isinstance(args, Node):

@@ -18,7 +18,7 @@ Digit = tuple[int, int]
 Row = tuple[str, int, int, int]
 Rows = tuple[Row, ...]
 ADDED: Final = "+"
-"""In the place of an axis: (ADDED, good, stride, bound) of a digit of positions from `stride` up to `bound`, or of any up to there."""
+"""In the place of an axis: (ADDED, good, stride, bound) of a digit of positions that began at `stride` and ends at `bound`."""
 REPEATED: Final = "+="
 """The same of a dim of a value that is repeated."""
 LOST: Final = "?"
@@ -48,7 +48,7 @@ def rows_without(rows: Rows, one: Row | None) -> Rows:
 
 
 def is_of_digit(row: Row, digit: Digit, dims: Sequence[Sequence[Digit]]) -> bool:
-    """Whether places were added to this digit of some dims: to the one that begins at its stride, if there is one."""
+    """Whether places were added to this digit of some dims: of those that end there the one that begins at its stride, or the only one."""
     if row[0] != ADDED or digit[0] * digit[1] != row[3]:
         return False
     ends = [one for dim in dims for one in dim if one[0] * one[1] == row[3]]

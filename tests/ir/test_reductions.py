@@ -20,6 +20,7 @@ from meshc.ir.sharding import Part, Sharding
 from meshc.program import accumulate
 from meshc.program.program import Stage
 from meshc.proof.evaluate import Evaluator
+from meshc.proof.exchanged_tiles import all_reduce
 from meshc.proof.terms import TermTable
 from meshc.proof.tiles import Tiles
 from meshc.rules import reduction, statistics
@@ -64,7 +65,7 @@ def proved(how: str, *padding: tuple[str, float]) -> Tiles:
     terms = TermTable()
     root = terms.number("port", "input:s")
     x = Tiles(root, (((8, 3),), ((1, 8),)), (("tp", 24),), (("dp", "product"),), padding)
-    return Evaluator(terms, {"dp": 2, "tp": 2}, {root}, {root: 40}).all_reduce(x, ["dp"], how)
+    return all_reduce(Evaluator(terms, {"dp": 2, "tp": 2}, {root}, {root: 40}), x, ["dp"], how)
 
 
 def test_a_proof_takes_it_for_what_the_record_says(monkeypatch: pytest.MonkeyPatch) -> None:

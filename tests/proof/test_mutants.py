@@ -31,6 +31,7 @@ def test_a_fault_that_changes_nothing_is_equal_and_one_that_changes_a_number_is_
 @pytest.mark.parametrize("mutant", [
     Mutant("gpt inference", "leaves_an_all_reduce_out", 681398158),  # what is reshaped is partial, as its lowering's result is not
     Mutant("gpt inference", "leaves_a_line_out", 742172624),
+    Mutant("open sizes", "takes_from_an_integer", 254843888),  # a gradient of four positions for a slice of three
 ], ids=str)  # fmt: skip
 def test_those_that_came_through_once_are_refused(mutant: Mutant) -> None:
     assert mutant.outcome()[0] == "proof"

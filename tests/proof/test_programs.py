@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import meshc
+from meshc.proof import program_proof
 from tests.golden.cases import CASES, gpt, train
 from tests.proof.programs import FEATURES
 
@@ -45,3 +46,12 @@ def test_numbers_are_not_computed() -> None:
     with torch.device("meta"):
         case = gpt()
     assert train(case, "dp=2").prove().holds
+
+
+def test_the_prover_can_be_read() -> None:
+    """A core of at most a thousand lines, and a file of at most 150 for each thing that it asks."""
+    room = Path(program_proof.__file__).parent
+    lines = {path.stem: len(path.read_text().splitlines()) for path in room.glob("*.py")}
+    core = ("tiles", "terms", "held", "evaluate", "erasure")
+    assert sum(lines.pop(name) for name in core) <= 1000
+    assert {name: count for name, count in lines.items() if count > 150} == {}

@@ -16,9 +16,12 @@ from torch.fx import Graph, Node
 from meshc.ir import Record, set_record, spmd
 from meshc.ir.sharding import Part, Sharding, tile_sizes
 from meshc.proof.evaluate import Evaluator
+from meshc.proof.exchanged_tiles import all_gather
 from meshc.proof.held import Integer
+from meshc.proof.places import shard
 from meshc.proof.terms import TermTable
-from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, expand_dims, lengthen_dim, tiles_of
+from meshc.proof.tile_moves import expand_dims, lengthen_dim
+from meshc.proof.tiles import Tiles, Unfit, dims_of_shape, tiles_of
 
 aten = torch.ops.aten
 SIZES = {"a": 2, "b": 3, "c": 2}
@@ -215,7 +218,7 @@ def test_what_a_gather_leaves_of_padding_is_no_position_of_the_value() -> None:
     whole = Tiles(TermTable().number("port", "x"), dims_of_shape((5,)))
     split = tiles_of(whole, Sharding(((Part("p", 5, ("a",)),),)), SIZES)
     of = Evaluator(TermTable(), SIZES, {whole.root}, {whole.root: 5})
-    gathered = of.all_gather(split, ["a"], 0)
+    gathered = all_gather(of, split, ["a"], 0)
     assert gathered.shape == (6,) and not gathered.like(whole)
 
 
@@ -230,7 +233,7 @@ def test_zeros_in_the_place_of_a_value_are_not_the_value(stride: int) -> None:
         assert not lengthen_dim(cut_off, 0, 1).serves(value)
     with contextlib.suppress(Unfit):
         wanted = tiles_of(value, Sharding(((Part("p", 4, ("a",)),),)), SIZES)
-        assert not of.shard(cut_off, 0, 2, Integer(("coordinate", "a"))).serves(wanted)
+        assert not shard(of, cut_off, 0, 2, Integer(("coordinate", "a"))).serves(wanted)
 
 
 def test_of_uneven_tiles_of_one_number_a_gather_has_others() -> None:
@@ -238,9 +241,9 @@ def test_of_uneven_tiles_of_one_number_a_gather_has_others() -> None:
     root = TermTable().number("port", "x")
     of = Evaluator(TermTable(), SIZES, {root}, {root: 1})
     split = tiles_of(Tiles(root, (((0, 3),),)), Sharding(((Part("p", 3, ("a",)),),)), SIZES)
-    assert split.uneven and not of.all_gather(split, ["a"], 0).serves(Tiles(root, (((0, 4),),)))
+    assert split.uneven and not all_gather(of, split, ["a"], 0).serves(Tiles(root, (((0, 4),),)))
     whole = tiles_of(Tiles(root, (((0, 4),),)), Sharding(((Part("p", 4, ("a",)),),)), SIZES)
-    assert not whole.uneven and of.all_gather(whole, ["a"], 0) == Tiles(root, (((0, 4),),))
+    assert not whole.uneven and all_gather(of, whole, ["a"], 0) == Tiles(root, (((0, 4),),))
 
 
 def test_what_is_another_value_on_other_ranks_is_told_by_what_made_it() -> None:
