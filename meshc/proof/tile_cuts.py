@@ -63,7 +63,7 @@ def place_tiles(of: Evaluator, x: Tiles, dim: int, taken: Dim, rest: Dim, axes: 
 def _rows_of_repeated(of: Evaluator, x: Tiles, shape: Sequence[int], dim: int, axes: Sequence[str]) -> Iterator[Row]:
     """The rows of axes by which a dim of equal positions is cut, if zeros were added to it or it is a tile with padding."""
     added = added_to(x.uneven, x.dims, x.shape, dim)
-    if 0 in x.shape:
+    if 0 in x.shape or any(stride for stride, _ in x.dims[dim]):
         return
     is_uneven = added is not None or any(at == dim for row in x.uneven for at, _ in dims_of(row, x.shape))
     size, each, behind = x.shape[dim], x.shape[dim], prod(x.shape[dim + 1 :])
