@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from meshc.ir.sharding import Part, Sharding
 from meshc.proof.regrouped import regroup_parts, units_of_parts
 from meshc.proof.tiles import Tiles, Unfit, tiles_of
+from meshc.proof.uneven import counts_elements
 
 Parts = tuple[Part, ...]
 
@@ -56,7 +57,7 @@ class Facts:
         plain = replace(tiles, padding=())
         found = [fact for fact in self._of.get(plain, ()) if fact.value == value]
         if not found and plain.uneven:  # masked, where every rank had the same
-            rows = self._of.get(replace(plain, uneven=()), ())
+            rows = self._of.get(replace(plain, uneven=tuple(row for row in plain.uneven if not counts_elements(row))), ())
             found = [fact for fact in rows if fact.value == value and is_value(value, fact.sharding, tiles, self._sizes)]
         if not found and (sharding := self._sharding_of(value, tiles)) is not None:
             found = [Fact(value, sharding)]
