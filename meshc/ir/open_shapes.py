@@ -20,7 +20,9 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.ir.nodes import leaves, op_name
+from meshc.ir import spmd
+from meshc.ir.functions import Function, Keywords
+from meshc.ir.nodes import comparison_key, leaves, op_name
 from meshc.ir.sizes import Dynamic, Size, at, worlds
 
 
@@ -30,6 +32,41 @@ class OpenShapes:
     def __init__(self, sizes: Sequence[Dynamic]) -> None:
         self.sizes = worlds(sizes)
         self.worlds: list[Callable[[Any], Any]] = [partial(_substitute, world) for world in self.sizes] if sizes else [lambda value: value]
+
+        self._made: dict[object, Any] = {}
+        """Results of operators on meta tensors, memoised by their arguments: equal layers call the same."""
+
+    def results(
+        self, target: Function, args: Sequence[Any], kwargs: Keywords, meta: Mapping[Node, Sequence[Any]], axes: Mapping[str, int]
+    ) -> tuple[Any, ...]:
+        """What a call gives in each world; `meta`: what its operands are in each, `axes`: the sizes of the mesh's."""
+        return tuple(self._result(target, args, kwargs, meta, axes, world) for world in range(len(self.worlds)))
+
+    def _result(
+        self, target: Function, args: Sequence[Any], kwargs: Keywords, meta: Mapping[Node, Sequence[Any]], axes: Mapping[str, int],
+        world: int,
+    ) -> Any:  # fmt: skip
+        at = self.worlds[world]
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, Node):
+                return meta[argument][world]
+            return type(argument)(map(value, argument)) if isinstance(argument, list | tuple) else at(argument)
+
+        given, named = [value(item) for item in args], {name: value(item) for name, item in kwargs.items()}
+        if spmd.is_collective(target) or target is spmd.shard:
+            return given[0].new_empty(spmd.collective_shape(target, given[0].shape, given[1:], axes))
+        if target in spmd.INTEGERS.values():
+            return 0
+        if target in (spmd.mask, spmd.keep_first):
+            return given[0]
+        if "device" in named:
+            named["device"] = "meta"
+            named.pop("pin_memory", None)
+        key = target, _memo_key(given), _memo_key(named)
+        if key not in self._made:
+            self._made[key] = target(*given, **named)
+        return self._made[key]
 
     def shape(self, results: Sequence[object], near: Sequence[tuple[int, ...]], arguments: object, node: Node) -> tuple[int, ...]:
         """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of known sizes."""
@@ -84,3 +121,12 @@ def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: in
     for a, b in combinations(single, 2):
         yield from (a * b, a + b, a - b, b - a)
     yield from (a // b for a in single for b in single if a != b)
+
+
+def _memo_key(argument: object) -> object:
+    """A hashable key of an argument: for a tensor, all that a result on meta tensors depends on."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
+    if isinstance(argument, list | tuple):
+        return tuple(map(_memo_key, argument))
+    return tuple((name, _memo_key(one)) for name, one in argument.items()) if isinstance(argument, dict) else comparison_key(argument)

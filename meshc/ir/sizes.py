@@ -120,8 +120,6 @@ def noted_relations() -> Iterator[dict[Relation, None]]:
         _noted.reset(token)
 
 
-
-
 @lru_cache(maxsize=100_000)
 def _are_equal(one: sympy.Expr, other: sympy.Expr) -> bool:
     return one == other or sympy.cancel(one - other) == 0

@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING
 
 from meshc.proof.chunks import chunks_of, is_of_chunks, name_of_chunks, plain_chunk
 from meshc.proof.held import Held
-from meshc.proof.tiles import (
-    Tiles,
-    with_dim,
-)
-from meshc.proof.uneven import (
-    ADDED,
-    REPEATED,
-    in_order,
-    row_of_axis,
-    row_of_dim,
-    rows_of_longer,
-)
+from meshc.proof.tiles import Tiles, with_dim
+from meshc.proof.uneven import ADDED, REPEATED, in_order, row_of_axis, row_of_dim, rows_of_longer
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import KEY, Record, comparison_key, is_getitem, record, records, set_record, spmd
+from meshc.ir import KEY, Record, is_getitem, record, records, set_record, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.graph import create_call
 from meshc.ir.open_shapes import OpenShapes
@@ -21,13 +21,11 @@ aten = torch.ops.aten
 Parts = tuple[Part, ...]
 
 
-
-
 class Emitter:
     """Emits calls with local shapes and dtypes, found by running operators on tensors without values."""
 
-    def __init__(self, sizes: Mapping[str, int], memo: MutableMapping[object, Any], open_shapes: OpenShapes) -> None:
-        self.graph, self.sizes, self._memo, self._open = Graph(), sizes, memo, open_shapes
+    def __init__(self, sizes: Mapping[str, int], open_shapes: OpenShapes) -> None:
+        self.graph, self.sizes, self._open = Graph(), sizes, open_shapes
         self.tiles: dict[Node, Tiles] = {}
         """What is known of operands."""
         self._meta: dict[Node, tuple[Any, ...]] = {}
@@ -43,7 +41,7 @@ class Emitter:
     def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         assert callable(target)
         node = create_call(self.graph, target, args, kwargs)
-        made = self._meta[node] = tuple(self._run(target, args, kwargs, world) for world in range(len(self._open.worlds)))
+        made = self._meta[node] = self._open.results(target, args, kwargs, self._meta, self.sizes)
         if isinstance(made[0], list | tuple):
             set_record(node, tuple(self._record(node, row, args, kwargs) for row in zip(*made, strict=True)))
         elif spmd.is_collective(target) or target is spmd.shard:
@@ -62,29 +60,6 @@ class Emitter:
 
     def _collective_shape(self, target: Function, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(spmd.collective_shape(target, record(args[0]).shape, args[1:], self.sizes))
-
-    def _run(self, target: Function, args: Sequence[Any], kwargs: Mapping[str, Any], world: int) -> Any:
-        at = self._open.worlds[world]
-
-        def value(argument: Any) -> Any:
-            if isinstance(argument, Node):
-                return self._meta[argument][world]
-            return type(argument)(map(value, argument)) if isinstance(argument, list | tuple) else at(argument)
-
-        given, named = [value(one) for one in args], {name: value(one) for name, one in kwargs.items()}
-        if target in spmd.INTEGERS.values():
-            return 0
-        if spmd.is_collective(target) or target is spmd.shard:
-            return given[0].new_empty(spmd.collective_shape(target, given[0].shape, given[1:], self.sizes))
-        if target in (spmd.mask, spmd.keep_first):
-            return given[0]
-        if "device" in named:
-            named["device"] = "meta"
-            named.pop("pin_memory", None)
-        key = target, _memo_key(given), _memo_key(named)
-        if key not in self._memo:
-            self._memo[key] = target(*given, **named)
-        return self._memo[key]
 
     def coordinate(self, axis: str) -> Node:
         return self._integer(("coordinate", axis), spmd.coordinate, axis)
@@ -113,16 +88,6 @@ class Emitter:
         return self._integers[key]
 
 
-def _memo_key(argument: Any) -> object:
-    if isinstance(argument, torch.Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype
-    if isinstance(argument, list | tuple):
-        return tuple(map(_memo_key, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _memo_key(one)) for name, one in sorted(argument.items()))
-    return comparison_key(argument)
-
-
 def mask_padding(emitter: Emitter, x: Node, dim: int, row: Parts, place: int, value: float) -> Node:
     """`x` with what the uneven tiles of one part of a dim add replaced by a value."""
     part = row[place]
@@ -138,4 +103,3 @@ def mask_padding(emitter: Emitter, x: Node, dim: int, row: Parts, place: int, va
     fill = value if dtype.is_floating_point else as_integer(value, dtype)
     view = emitter.emit(spmd.mask, view, at, emitter.tile(spmd.tile_count, part), fill)
     return view if list(record(view).shape) == shape else emitter.emit(aten.reshape.default, view, shape)
-

@@ -250,8 +250,6 @@ class Erasure:
         return None if made is None else (made, int(index or 0)) if not is_getitem(made) else value_of(made)
 
 
-
-
 def erase(program: PlainProgram, traced: Stage) -> ProgramProof:
     """The proof of a program against its traced graph, under the same keys, or what of it is not proved."""
     return Erasure(program, TracedTerms(traced, {port.key: port.shape for port in program.inputs})).run()

@@ -30,18 +30,8 @@ from meshc.proof import compacted_rows, divided, joined_values, moves, rows_in_u
 from meshc.proof.chunks import chunks_of, is_of_chunks
 from meshc.proof.held import Held, Integer, JoinedValues, Several
 from meshc.proof.terms import TermTable, arguments
-from meshc.proof.tiles import (
-    Digit,
-    Dim,
-    Tiles,
-    Unfit,
-    dims_of_shape,
-    fuse_digits,
-    major_digits,
-)
-from meshc.proof.uneven import (
-    counts_elements,
-)
+from meshc.proof.tiles import Digit, Dim, Tiles, Unfit, dims_of_shape, fuse_digits, major_digits
+from meshc.proof.uneven import counts_elements
 from meshc.rules.elementwise import is_pointwise
 
 aten, meshc = torch.ops.aten, torch.ops.meshc

@@ -15,18 +15,8 @@ from meshc.ir import spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG
 from meshc.proof.tile_cuts import place_tiles
-from meshc.proof.tiles import (
-    Dims,
-    Tiles,
-    major_digits,
-    with_dim,
-)
-from meshc.proof.uneven import (
-    ADDED,
-    REPEATED,
-    in_order,
-    rows_of_longer,
-)
+from meshc.proof.tiles import Dims, Tiles, major_digits, with_dim
+from meshc.proof.uneven import ADDED, REPEATED, in_order, rows_of_longer
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -45,11 +35,11 @@ def all_reduce(of: Evaluator, x: Tiles, axes: Sequence[str], how: str) -> Tiles:
     partial = dict(x.partial)
     if x.root in of.known and all(partial.get(axis) == how for axis in axes):
         rest = tuple(row for row in x.partial if row[0] not in axes)
-        return replace(x, partial=rest, padding=_kept_padding(of, x, how))
+        return replace(x, partial=rest, padding=_kept_padding(x, how))
     return elementwise(of, x, "all_reduce", tuple(sorted(axes)), how)
 
 
-def _kept_padding(of: Evaluator, x: Tiles, how: str) -> tuple[tuple[str, float], ...]:
+def _kept_padding(x: Tiles, how: str) -> tuple[tuple[str, float], ...]:
     return tuple(row for row in x.padding if REDUCTIONS[how].keeps(row[1]))
 
 
@@ -104,7 +94,7 @@ def reduce_scatter(of: Evaluator, x: Tiles, axes: Sequence[str], dim: int, how: 
     partial = dict(x.partial)
     if x.root in of.known and all(partial.get(axis) == how for axis in axes):
         left = tuple(row for row in x.partial if row[0] not in axes)
-        reduced = replace(x, partial=left, padding=_kept_padding(of, x, how))
+        reduced = replace(x, partial=left, padding=_kept_padding(x, how))
         return place_tiles(of, reduced, dim, taken, rest, axes)
     return elementwise(of, replace(x, dims=with_dim(x.dims, dim, rest)), "reduce_scatter", tuple(axes), how, taken)
 

@@ -11,8 +11,6 @@ from meshc.proof.regrouped import regroup_parts, units_of_parts
 from meshc.proof.tiles import Tiles, Unfit, tiles_of
 from meshc.proof.uneven import counts_elements
 
-Parts = tuple[Part, ...]
-
 
 @dataclass(frozen=True)
 class Fact:

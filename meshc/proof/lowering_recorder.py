@@ -1,6 +1,7 @@
 """Recorder of what a rule's lowering writes for an operator, for a comparison with a program's lines.
 
-It is the prover's own `Local`, emits into a graph that nothing runs, and shares no code with the pass that has written the program.
+It is the prover's own `Local`, emits into a graph that nothing runs, and has nothing of the pass that has written the program: of what it
+does both take only how shapes are found (`meshc/ir/open_shapes.py`).
 """
 
 from __future__ import annotations

@@ -59,26 +59,34 @@ def first_exception(relations: Iterable[Relation], served: Mapping[str, Any]) ->
 
 def _holds(relation: Relation, served: Mapping[str, Any]) -> Any:
     sign, left, right = relation
-    most = [abs(_value(one, {symbol: row.astype(np.float64) for symbol, row in served.items()})) for one in (left, right)]
-    exact = np.logical_and.reduce([size < GREATEST for one, size in zip((left, right), most, strict=True) if not one.is_Integer])
-    return exact & instance.SIGNS[sign](_value(left, served), _value(right, served))
+    reached: list[Any] = []
+    for one in (left, right):
+        _value(one, {symbol: row.astype(np.float64) for symbol, row in served.items()}, reached)
+    exact = reduce(np.logical_and, (abs(one) < GREATEST for one in reached), True)
+    return exact & instance.SIGNS[sign](_value(left, served, []), _value(right, served, []))
 
 
-def _value(expr: sympy.Expr, served: Mapping[str, Any]) -> Any:
-    """An expression of sizes at each combination; quotients have no remainder, or are rounded."""
-    if expr.is_Symbol:
-        return served[expr.name]
+def _value(expr: sympy.Expr, served: Mapping[str, Any], reached: list[Any]) -> Any:
+    """An expression of sizes at each combination; quotients have no remainder, or are rounded. `reached`: what it comes to on the way."""
     if expr.is_Integer:
         return int(expr)
-    if isinstance(expr, sympy.floor | sympy.ceiling):
-        sign = -1 if isinstance(expr, sympy.ceiling) else 1
-        above, below = (_value(one, served) for one in (sign * expr.args[0]).as_numer_denom())
-        return sign * (above // below)
     above, below = expr.as_numer_denom()
-    if below != 1:
-        return _value(above, served) // _value(below, served)
-    made = [_value(one, served) for one in expr.args]
-    return reduce(_OF_KINDS[expr.func], made)
+    if expr.is_Symbol:
+        found = served[expr.name]
+    elif isinstance(expr, sympy.floor | sympy.ceiling):
+        sign = -1 if isinstance(expr, sympy.ceiling) else 1
+        above, below = (_value(one, served, reached) for one in (sign * expr.args[0]).as_numer_denom())
+        found = sign * (above // below)
+    elif below != 1:
+        found = _value(above, served, reached) // _value(below, served, reached)
+    else:
+        found = None
+        for one in expr.args:
+            value = _value(one, served, reached)
+            found = value if found is None else _OF_KINDS[expr.func](found, value)
+            reached.append(found)
+    reached.append(found)
+    return found
 
 
 _OF_KINDS: Final[Mapping[Any, Any]] = {

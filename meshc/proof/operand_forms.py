@@ -11,9 +11,9 @@ from torch.fx import Node
 from meshc.ir import value_of
 from meshc.ir.sharding import Part, Sharding
 from meshc.proof.evaluate import Evaluator
-from meshc.proof.facts import Fact, Facts, Form, Parts, whole_sharding
+from meshc.proof.facts import Fact, Facts, Form, whole_sharding
 from meshc.proof.lowering_recorder import LoweringWay
-from meshc.proof.regrouped import without_names
+from meshc.proof.regrouped import Parts, without_names
 from meshc.proof.tiles import Tiles, Unfit, in_home_order, tiles_of
 from meshc.proof.traced import TracedTerms
 from meshc.rules.result_shardings import runs_of

@@ -19,12 +19,7 @@ from meshc.proof.held import Held, Integer
 from meshc.proof.tile_cuts import place_tiles
 from meshc.proof.tile_moves import lengthen_dim
 from meshc.proof.tiles import END, Tiles, fuse_digits, major_digits, with_dim
-from meshc.proof.uneven import (
-    Row,
-    in_order,
-    row_of_axis,
-    row_of_dim,
-)
+from meshc.proof.uneven import Row, in_order, row_of_axis, row_of_dim
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator

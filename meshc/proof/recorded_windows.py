@@ -18,9 +18,6 @@ from meshc.proof.recorded_letters import RecordedLetters
 aten = torch.ops.aten
 
 
-
-
-
 class RecordedWindows(RecordedLetters):
     def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
         if (found := self._windows(letter)) is None:
@@ -72,5 +69,3 @@ def start_inside(window: tuple[int, int, int, int], size: int, counts: Sequence[
     if place is None or place < 0 or place + length > tile:
         return None
     return place if all(part.owner == part.reader for part in overlaps(size, counts, window)) else None
-
-

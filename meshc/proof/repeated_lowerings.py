@@ -111,4 +111,3 @@ def _constants(n: Node) -> Hashable:
 def _readers(n: Node, depth: int) -> Hashable:
     """The calls that read a value, and those that read these."""
     return tuple((user.target, _constants(user), _readers(user, depth - 1)) for user in n.users if user.op != "output") if depth else ()
-

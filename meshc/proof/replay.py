@@ -46,7 +46,6 @@ class LoweringReplays(OperandForms):
         """`sizes`: those that are open."""
         super().__init__(traced, evaluator, facts)
         self._open = OpenShapes(sizes)
-        self._memo: dict[object, Any] = {}
 
     def replay(self, n: Node, rule: Rule, row: Sequence[Form], way: LoweringWay, told: Told, is_typed: bool) -> LoweringResults:
         """What the rule's lowering of a traced call gives for these forms of its operands. Raises what is `REFUSED`.
@@ -59,7 +58,7 @@ class LoweringReplays(OperandForms):
         for letter, of in parts.items():
             if not way.is_in_zigzag and any(part.order for part in of) and not in_any_order(n, rule, letter):
                 raise SplitError(f"{letter} is in zigzag order, which the operator does not take")
-        emitter = Emitter(self._evaluator.sizes, self._memo, self._open)
+        emitter = Emitter(self._evaluator.sizes, self._open)
         inner: list[Node] = []
         for at, ((tiles, fact), tensor) in enumerate(zip(row, operands(n), strict=True)):
             before = next((k for k in range(at) if row[k] == row[at]), None)

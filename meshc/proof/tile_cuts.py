@@ -7,25 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from meshc.proof.tiles import (
-    END,
-    Dim,
-    Tiles,
-    Unfit,
-    digits_of_axes,
-    with_dim,
-)
-from meshc.proof.uneven import (
-    ADDED,
-    Row,
-    added_to,
-    dims_of,
-    in_order,
-    is_of_digit,
-    row_of_axis,
-    row_of_dim,
-    rows_of_longer,
-)
+from meshc.proof.tiles import END, Dim, Tiles, Unfit, digits_of_axes, with_dim
+from meshc.proof.uneven import ADDED, Row, added_to, dims_of, in_order, is_of_digit, row_of_axis, row_of_dim, rows_of_longer
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator

@@ -6,30 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from meshc.proof.tiles import (
-    END,
-    Digit,
-    Dim,
-    Dims,
-    Tiles,
-    Unfit,
-    dims_of_shape,
-    extent_of,
-    fuse_digits,
-    major_digits,
-    with_dim,
-)
-from meshc.proof.uneven import (
-    ADDED,
-    LOST,
-    REPEATED,
-    added_to,
-    counts_elements,
-    in_order,
-    rows_in_shape,
-    rows_of_longer,
-    rows_without,
-)
+from meshc.proof.tiles import END, Digit, Dim, Dims, Tiles, Unfit, dims_of_shape, extent_of, fuse_digits, major_digits, with_dim
+from meshc.proof.uneven import ADDED, LOST, REPEATED, added_to, counts_elements, in_order, rows_in_shape, rows_of_longer, rows_without
 
 
 def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:

@@ -21,13 +21,7 @@ from math import prod
 from typing import Final, TypeVar
 
 from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
-from meshc.proof.uneven import (
-    Rows,
-    counts_elements,
-    in_order,
-    row_of_axis,
-    row_of_dim,
-)
+from meshc.proof.uneven import Rows, counts_elements, in_order, row_of_axis, row_of_dim
 
 Digit = tuple[int, int]
 """(stride, extent) of positions."""
@@ -65,11 +59,6 @@ class Tiles:
     def shape(self) -> tuple[int, ...]:
         """Local shape."""
         return tuple(map(extent_of, self.dims))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has the same."""
-        return not self.axes and not self.partial
 
     def like(self, other: Tiles) -> bool:
         """Whether two are the same but for what their padding holds."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, Source, comparison_key, is_getitem, operands, record, set_record, spmd
-from meshc.ir.functions import Function, Keywords, Target
+from meshc.ir import Record, Source, is_getitem, operands, record, set_record, spmd
+from meshc.ir.functions import Function, Target
 from meshc.ir.graph import create_call
 from meshc.ir.likeness import like
 from meshc.ir.open_shapes import OpenShapes
@@ -41,8 +41,6 @@ class Builder:
         self.arranged: dict[tuple[Node, object], Node] = {}
         """Reordered values, memoised by the value and its order."""
         self._integers: dict[object, Node] = {}
-        self._results: dict[object, object] = {}
-        """Results of operators on meta tensors, memoised by their arguments: equal layers call the same."""
 
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
@@ -63,7 +61,7 @@ class Builder:
         """A call; its record has the shape and dtype that the call returns on meta tensors."""
         assert callable(target), target
         node = create_call(self.graph, target, args, kwargs)
-        results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
+        results = self.open.results(target, args, kwargs, self.meta, self.sizes)
         self.meta[node] = results
         near = [self.shapes[argument] for argument in operands(node) if argument in self.shapes]
         if isinstance(results[0], list | tuple):
@@ -99,31 +97,6 @@ class Builder:
         if own is None or _splitting_axes(own) == _splitting_axes(typed_sharding(sharding)):
             return node
         return self.emit(aten.reshape.default, node, list(self.shape(node)))
-
-    def _evaluate(self, target: Function, args: Sequence[object], kwargs: Keywords, world: int) -> object:
-        at = self.open.worlds[world]
-
-        def value(argument: object) -> Any:
-            if isinstance(argument, Node):
-                return self.meta[argument][world]
-            if isinstance(argument, list | tuple):
-                return type(argument)(value(item) for item in argument)
-            return at(argument)
-
-        given, named = [value(item) for item in args], {key: value(item) for key, item in kwargs.items()}
-        if spmd.is_collective(target) or target is spmd.shard:
-            return given[0].new_empty(spmd.collective_shape(target, given[0].shape, given[1:], self.sizes))
-        if target in spmd.INTEGERS.values():
-            return 0
-        if target in (spmd.mask, spmd.keep_first):
-            return given[0]
-        if "device" in named:
-            named["device"] = "meta"
-            named.pop("pin_memory", None)
-        key = target, _memo_key(given), _memo_key(named)
-        if key not in self._results:
-            self._results[key] = target(*given, **named)
-        return self._results[key]
 
     # ------------------------------------------------------------------------------------------------------------------ integers
 
@@ -161,15 +134,6 @@ class Builder:
             self._integers[key] = self.emit(function, *args)
             self.context = context
         return self._integers[key]
-
-
-def _memo_key(argument: object) -> object:
-    """A hashable key of an argument: for a tensor, all that a result on meta tensors depends on."""
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
-    if isinstance(argument, list | tuple):
-        return tuple(map(_memo_key, argument))
-    return tuple((name, _memo_key(one)) for name, one in argument.items()) if isinstance(argument, dict) else comparison_key(argument)
 
 
 def _splitting_axes(sharding: Sharding) -> list[list[tuple[str, ...]]]:

@@ -224,9 +224,8 @@ def writes_a_number_for_an_open_size(program: PlainProgram, chance: Random) -> P
     found = pick(chance, places)
     if found is None:
         return None
-    node, at = found
-    argument = node.args[at]
-    put(node, at, int(argument) if isinstance(argument, Size) else [int(one) if isinstance(one, Size) else one for one in argument])
+    argument = found[0].args[found[1]]
+    put(*found, int(argument) if isinstance(argument, Size) else [int(one) if isinstance(one, Size) else one for one in argument])
     return program
 
 
@@ -239,8 +238,7 @@ def rounds_an_open_size_another_way(program: PlainProgram, chance: Random) -> Pl
     if found is None:
         return None
     node, at, place = found
-    argument = node.args[at]
-    made = [*argument] if place >= 0 else [argument]
+    made = [*node.args[at]] if place >= 0 else [node.args[at]]
     expr = made[place].expr
     other = expr.replace(sympy.ceiling, sympy.floor) if expr.has(sympy.ceiling) else expr.replace(sympy.floor, sympy.ceiling)
     made[place] = number_from_expression(other, made[place] - 1)
