@@ -64,10 +64,17 @@ FOLD: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
 TRACE: Final = (*OPERATORS, *FOLD)
 """The result does not depend on the optimizer: several programs may be compiled from it."""
 
+PRECISION: Final[Pass[TracedModel, TracedModel]] = _pass(
+    "precision", "trace.set_precision:set_precision",
+    "behind the trace, which is the same for all plans; before factorize, so that scales are sharded like any value",
+    when=lambda traced: bool(traced.plan.precisions),
+)
 UPDATE: Final[Pass[TracedModel, TracedModel]] = _pass(
     "update", "trace.append_update:append_update",
     "on the global view, so that norms and updates shard by the same rules as the model",
 )
+COMPLETED: Final = (PRECISION, UPDATE)
+"""Passes from the trace of a model to all that one device would compute."""
 
 FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = _pass("factorize", "place.find_factors:find_factors")
 
@@ -172,7 +179,7 @@ LOWER: Final[tuple[LoweredPass, ...]] = (
 )
 
 NAMES: Final[tuple[str, ...]] = (
-    CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
+    CAPTURE.name, *(each.name for each in (*TRACE, *COMPLETED)),
     FACTORIZE.name, SPLIT_AXES.name, *(each.name for each in PLACE),
     PARTITION.name, *(each.name for each in (*RECOMPUTED, *PARTS, STAGES, CUT, *LOWER)),
 )  # fmt: skip

@@ -53,7 +53,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
     dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
-             has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why
+             has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why.
+             The default under precision lines: roundings of float32 decide what an 8-bit number is rounded to, by which results differ
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -64,6 +65,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
+    if dtype is None and _formats(program):
+        dtype = torch.float64
     store, world = program.compilations.store, program.world
     if store is None:
         return _verify(program, None, _call_inputs(inputs, program), dtype == torch.float64)
@@ -173,7 +176,14 @@ def reference_of(
     args, kwargs = widen_inputs(call, double)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
-    return verification.Reference(twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python)
+    return verification.Reference(
+        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, _formats(program)
+    )
+
+
+def _formats(program: Program) -> Mapping[str, str]:
+    """By parameter, the format of its products, as the plan's precision lines say."""
+    return program.lowered.placed.traced.precision
 
 
 def _verify_there(
@@ -183,7 +193,8 @@ def _verify_there(
     ask, reference = program.lowered.request, reference_of(program, values, call, double)
     twin, inputs = reference.module, (reference.args, reference.kwargs)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
-    report = verification.Report(verification.tolerance_of(computed, double))
+    least = verification.FEW_BITS if _formats(program) and not double else 0.0
+    report = verification.Report(max(verification.tolerance_of(computed, double), least))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
     shapes = dict(program.asked.shapes(inputs))
     examples = (ask.args, dict(ask.kwargs)) if program.general.dynamic else inputs

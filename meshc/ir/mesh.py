@@ -26,7 +26,7 @@ from meshc.ir.bounds import MOST_RANKS
 EXAMPLE: Final = 'for example: Mesh("dp=2,tp=4") or Mesh("dp=2,tp=4", device="cuda")'
 NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-RESERVED: Final = ("store", "remat", "keep", "offload", "chunk")
+RESERVED: Final = ("store", "remat", "keep", "offload", "chunk", "precision", "compress", "sparse")
 """First words of plan lines, which are no axis names."""
 
 ROLES: Final[Mapping[str, str]] = {

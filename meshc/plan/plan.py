@@ -10,6 +10,7 @@
     remat model.layers.*: cheap                    values of modules that backward recomputes
     keep value:model.layers.*.mlp                  values that backward never recomputes
     offload state                                  tensors that are kept on the host while not in use
+    precision model.layers.*: float8 row           products in few bits; the one kind of line that changes what is computed
 
 ``Plan(text)`` parses, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. ``docs/plans.md`` defines the entries.
 """
@@ -29,15 +30,16 @@ from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
+from meshc.plan.precision_lines import PrecisionLine
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, and store, recompute, offload and chunk lines.
+    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk and precision lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
-    ``keep``, ``offload`` and ``chunk`` each hold a list.
+    ``keep``, ``offload``, ``chunk`` and ``precision`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     kept: tuple[KeepLine, ...]
     offloads: tuple[OffloadLine, ...]
     chunks: tuple[ChunkLine, ...]
+    precisions: tuple[PrecisionLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         vars(self).update(vars(lines if isinstance(lines, Plan) else Plan.of(**read_entries(number_lines(lines), "this plan"))))
@@ -64,12 +67,13 @@ class Plan:
         kept: Iterable[KeepLine] = (),
         offloads: Iterable[OffloadLine] = (),
         chunks: Iterable[ChunkLine] = (),
+        precisions: Iterable[PrecisionLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
         vars(plan).update(
             axes=tuple(axes), pins=tuple(pins), stores=tuple(stores), operators=tuple(operators), remats=tuple(remats), kept=tuple(kept),
-            offloads=tuple(offloads), chunks=tuple(chunks),
+            offloads=tuple(offloads), chunks=tuple(chunks), precisions=tuple(precisions),
         )  # fmt: skip
         refuse_faults("these entries are no plan", duplicates(plan.axes))
         return plan
@@ -131,9 +135,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
-    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine, ...]:
+    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine, ...]:
         """All lines except the axis entries, in printed order."""
-        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks)
+        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions)
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

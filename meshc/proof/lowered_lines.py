@@ -72,7 +72,7 @@ def prove_lowering(
                     continue
                 if not is_value(value, own, tiles, walk.sizes):
                     continue
-            zero = row[0][0].padding if rule.kind == "layout" and row else ()
+            zero = row[0][0].padding if rule.keeps_zeros and row else ()
             rest = [(at, one) for at, one in enumerate(made.results) if at != index and isinstance(one, Tiles)]
             rest = [row for row in rest if (n, row[0]) in walk.traced.values]
             same = tuple((at, made.shardings[at]) for at, one in rest if one == result and moved is None)

@@ -90,7 +90,7 @@ class LoweringReplays(OperandForms):
 
 def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], read: Collection[int]) -> str:
     """A message about an operand whose padding would count; "" if there is none. `read`: roots of what the result is made of."""
-    if rule.kind == "layout":
+    if rule.keeps_zeros:
         return ""
     summed = {letter for sums in rule.sums for letter in sums}
     for at, (tiles, fact) in enumerate(row):

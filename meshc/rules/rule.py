@@ -168,6 +168,12 @@ class Rule:
         return tuple(position for passing in self.rings.values() for position in passing.results)
 
     @property
+    def keeps_zeros(self) -> bool:
+        """Whether padding of zeros in the first operand is padding of zeros in the results, and whatever it is counts in none: a layout
+        operator that reduces nothing."""
+        return self.kind == "layout" and not any(self.sums)
+
+    @property
     def adds(self) -> bool:
         """Whether one reduction of the result may replace a reduction of each operand."""
         return self.defers and any(len(positions) > 1 for positions in self.linear)

@@ -11,8 +11,9 @@ from typing import TypeVar
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.captured_depth import Depth
 from meshc.plan.entries import OperatorPin, Pin, StoreLine
+from meshc.plan.precision_lines import PrecisionLine
 
-Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin)
+Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin | PrecisionLine)
 
 
 def captured_name(name: str, depth: Depth | None) -> str:

@@ -160,12 +160,12 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
 
 def whole_view(request: Request) -> Joint:
     """The global view of a model with its update, all of its layers captured."""
-    return run_pass(pipeline.UPDATE, trace(request.having(depth="whole"))).operators()
+    return run_passes(pipeline.COMPLETED, trace(request.having(depth="whole"))).operators()
 
 
 def update_and_factorize(traced: TracedModel, hook: Hook | None = None) -> PlacedModel:
     """`traced` with its update, and with factors."""
-    return run_pass(pipeline.FACTORIZE, run_pass(pipeline.UPDATE, traced, hook), hook)
+    return run_pass(pipeline.FACTORIZE, run_passes(pipeline.COMPLETED, traced, hook), hook)
 
 
 def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgram:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
-from meshc.ir import KEY, Record, is_getitem, op_name, record, records, spmd, update, value_of
+from meshc.ir import KEY, Record, is_getitem, local_bytes, op_name, record, records, spmd, update, value_of
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
@@ -29,7 +29,7 @@ from meshc.passes.partition.operator_lowering import Lowering, mask_part
 from meshc.passes.partition.reasons import differing_axes, plan_lines, reader_text, summed_factors_text, value_text
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.phases.factors import Instance, Token, Value, value_record
 from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
 from meshc.passes.place.token_shardings import axes_by_token, backward_map, forward_map, sharding_by_tokens
 from meshc.passes.place.zigzag_values import in_any_order
@@ -222,6 +222,9 @@ class Partitioner:
         if lying != want and instance.tied:
             lying = self._without_windows(instance, index, lying, want)
         back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
+        if any(instance.sums):  # it reduces what lies here; the reduction of the results is left
+            split = {token: axes for token, axes in axes_by_token(given, instance.operands[0]).items() if token not in instance.whole}
+            back = sharding_by_tokens(self.assignment.whole(source), instance.operands[0], split)
         self._apply(instance, self.need(source, back, reason), {})
         return self._existing(value, want) or self._reshard(value, want, reason)
 
@@ -276,7 +279,8 @@ class Partitioner:
                 for user in _value_users(source)
                 if (other := self.factors.instances.get(user)) is not None and other.rule.shrinks and other.values[0] == source
             ]
-        if len(siblings) < 2:
+        made = sum(local_bytes(value_record((other.node, i))) for other, i in siblings)
+        if len(siblings) < 2 or made < local_bytes(value_record(source)):
             return False
         wants = ((other, i, sharding) for other, i in siblings for sharding in self._wants((other.node, i)))
         maps = (backward_map(other, i, sharding, self.assignment.whole(source)) for other, i, sharding in wants)
@@ -287,7 +291,7 @@ class Partitioner:
         found: list[Sharding] = []
         for user in _value_users(value):
             instance = self.factors.instances.get(user)
-            if instance is None:
+            if instance is None or (instance.kind == "layout" and instance.values[0] != value):
                 continue
             if instance.kind == "layout":
                 results = [(i, sharding) for i in range(len(instance.results)) for sharding in self._wants((user, i))]
@@ -304,9 +308,22 @@ class Partitioner:
         axes = dict(grown)
         for token, split in axes_by_token(form.sharding, instance.operands[0]).items():
             axes[token] = axes[instance.tied.get(token, token)] = split
+        others = [
+            self.need(value, sharding_by_tokens(self.assignment.whole(value), dims, axes), reader_text(instance.node))
+            for value, dims in zip(instance.values[1:], instance.operands[1:], strict=True)
+        ]
         wholes = [(self.assignment.whole((instance.node, index)), dims) for index, dims in enumerate(instance.results)]
-        results = [replace(sharding_by_tokens(whole, dims, axes), partial=form.sharding.partial) for whole, dims in wholes]
-        self._emit(instance, [form], results, axes, phase=form.phase)
+        results = [
+            replace(sharding_by_tokens(whole, dims, axes), partial=form.sharding.partial or self._open_reductions(instance, index, axes))
+            for index, (whole, dims) in enumerate(wholes)
+        ]
+        self._emit(instance, [form, *others], results, axes, phase=form.phase)
+
+    def _open_reductions(self, instance: Instance, index: int, axes: Mapping[Token, tuple[str, ...]]) -> tuple[tuple[str, str], ...]:
+        """The reductions that a layout operator leaves open: over the axes of dims that it reduces."""
+        sums = instance.sums[index] if instance.sums else {}
+        found = {axis: how for token, how in sums.items() for axis in axes.get(token, ())}
+        return tuple((axis, found[axis]) for axis in self.build.sizes if axis in found)
 
     def _phase(self, node: Node) -> str:
         return "backward" if node in self.late else records(node)[0].phase
@@ -369,8 +386,8 @@ class Partitioner:
         return any(is_getitem(user) and user.args[1] == index for user in node.users)
 
     def _zero(self, instance: Instance, index: int, operands: list[ValueForm], sharding: Sharding) -> frozenset[tuple[int, int]]:
-        """Parts of a result whose padding is known to be zero: those of the operand for layout operators, none for others."""
-        if instance.kind != "layout" or not operands:
+        """Parts of a result whose padding is known to be zero: those of the operand for layout operators that reduce nothing."""
+        if not instance.rule.keeps_zeros or not operands:
             return frozenset()
         known = {instance.operands[0][dim][position] for dim, position in operands[0].sharding.zero}
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
@@ -378,7 +395,7 @@ class Partitioner:
     def _mask_operand(self, instance: Instance, position: int, form: ValueForm) -> Node:
         """An operand with neutral padding along summed letters."""
         clean = position in instance.rule.clean
-        if (instance.rule.self_masked and not clean) or instance.kind == "layout":
+        if (instance.rule.self_masked and not clean) or instance.rule.keeps_zeros:
             return form.node
         return self._clean(instance, position, form, instance.rule.neutral, None if clean else set().union(*instance.sums))
 

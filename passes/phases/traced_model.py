@@ -56,12 +56,14 @@ class TracedModel(CompilationPhase):
     joint        the graph of operators, from `differentiate` on
     dynamic      symbolic sizes that calls choose
     constraints  conditions on these sizes, as text
+    precision    by parameter, the format of its products, where the plan has set one
     """
 
     model: TorchGraph
     joint: Joint | None = None
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
+    precision: Mapping[str, str] = field(default_factory=dict)
 
     def operators(self) -> Joint:
         """The operator graph, which exists from `differentiate` on."""

@@ -37,11 +37,14 @@ from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.reference_formats import FewBits
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
+FEW_BITS = 2e-2
+"""Under precision lines, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after a rounding to 8 bits."""
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
@@ -223,6 +226,7 @@ class Reference:
     perturbed  seed of random roundings (`sensitivity.py`), if any
     hooks      hooks on gradients between backward and the optimizer, by parameter
     numbers    Python numbers that are inputs of the program, by name
+    formats    by parameter, the format of its products, as the plan's precision lines say
     """
 
     module: nn.Module
@@ -235,6 +239,7 @@ class Reference:
     perturbed: int | None = None
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -304,6 +309,8 @@ class Reference:
             stack.enter_context(written_out_flex())
             stack.enter_context(synced_norms())
             stack.enter_context(RetainedGraphs())
+            if self.formats:
+                stack.enter_context(FewBits(self.module, self.formats))
             yield
 
 

@@ -19,6 +19,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     diagonal,
     elementwise,
     experts,
+    few_bits,
     fourier,
     index,
     layout,

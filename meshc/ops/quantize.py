@@ -1,0 +1,163 @@
+"""Operators of products in few bits: scales, values rounded to an element type under them, and products of such values.
+
+    scale = meshc.scale_of(x [.., k], [1], "e4m3", "")              float32: what brings the largest magnitude along the dims to 448
+    q = meshc.quantize(x, scale, "e4m3")                            x * scale, clamped to the largest, and rounded to nearest
+    y = meshc.scaled_mm(q, r, scale, scale_r, bfloat16)             (q / scale) @ (r / scale_r), summed in float32
+    x = meshc.dequantize(q, scale, bfloat16)                        q / scale
+    scale = meshc.scale_in_units(scale, unit)                       whose inverse is an e4m3 number times the inverse of the unit
+
+In padding a scale may be anything: a zero is rounded to zero whatever the scale, and the inverse of a scale of 0 counts as 0, so that
+what is padded adds nothing to a sum.
+
+Operands that come in float64 are computed in float64, but for scales. Whatever kernel runs, operands are the same bit for bit; the sums may
+be in another order. (What is computed in which dtype is as in torchao/float8/float8_utils.py, so that its models have equal operands.)
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshc.ir.formats import ELEMENTS
+from meshc.ops.definition import misfit, operator
+
+LEAST = 1e-12
+"""Magnitude below which a scale grows no further: zeros have a finite scale."""
+KERNEL_MULTIPLE = 16
+"""Sizes of which torch's scaled products take multiples only."""
+
+
+def _scale_shape(x: Tensor, dims: list[int]) -> Tensor:
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _check_element(element: str, x: Tensor) -> None:
+    if element not in ELEMENTS or not x.is_floating_point():
+        raise misfit("quantize", f"floating-point values are rounded to one of {', '.join(ELEMENTS)}, not to {element!r}", x=x)
+
+
+def _check_dims(x: Tensor, dims: list[int], element: str, rounded: str) -> None:
+    _check_element(element, x)
+    if not all(0 <= dim < x.dim() for dim in dims) or rounded not in ("", "down", "ocp"):
+        raise misfit("scale_of", f"dims {dims} are x's, from 0, and a scale is rounded '', 'down' or 'ocp', not {rounded!r}", x=x)
+
+
+@operator("scale_of", _scale_shape, _check_dims)
+def scale_of(x: Tensor, dims: list[int], element: str, rounded: str) -> Tensor:
+    """float32, of x's shape with 1 along `dims`: the largest of the element type by the largest magnitude along these."""
+    peak = x.abs().amax(dims, keepdim=True) if dims and x.numel() else x.abs() if x.numel() else x.new_zeros(_scale_shape(x, dims).shape)
+    scale = (ELEMENTS[element].largest / peak.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
+    if rounded == "down":
+        return torch.exp2(torch.floor(torch.log2(scale)))
+    if rounded == "ocp":
+        top = torch.frexp(torch.tensor(ELEMENTS[element].largest)).exponent
+        return torch.ldexp(torch.ones_like(scale), top - torch.frexp(peak.to(torch.float32).clamp(min=LEAST)).exponent)
+    return scale
+
+
+def _check_scale(x: Tensor, scale: Tensor, element: str) -> None:
+    _check_element(element, x)
+    if scale.dtype != torch.float32 or scale.dim() != x.dim() or any(s not in (1, n) for s, n in zip(scale.shape, x.shape, strict=True)):
+        raise misfit("quantize", "a scale is float32, with x's size or 1 along each dim", x=x, scale=scale)
+
+
+@operator("quantize", results=lambda x, element: torch.empty_like(x, dtype=ELEMENTS[element].dtype), fit=_check_scale)
+def quantize(x: Tensor, scale: Tensor, element: str) -> Tensor:
+    """Of x's shape: x * scale, clamped and rounded to the nearest of the element type, of two to the even one."""
+    to, computed = ELEMENTS[element], _arithmetic_dtype(x)
+    scaled = torch.where(x == 0, 0.0, x.to(computed) * scale).clamp(-to.largest, to.largest)
+    if element == "int8":
+        return scaled.round().to(torch.int8)
+    return (_round_e2m1(scaled) if element == "e2m1" else scaled).to(to.dtype)
+
+
+def _round_e2m1(x: Tensor) -> Tensor:
+    """To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, of two to that with an even last bit."""
+    step = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=1.0)))) / 2
+    return (x / step).round() * step
+
+
+def _arithmetic_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    if scale.dim() != x.dim() or any(s not in (1, n) for s, n in zip(scale.shape, x.shape, strict=True)) or not dtype.is_floating_point:
+        raise misfit("dequantize", "a scale has x's size or 1 along each dim, and the result is floating-point", x=x, scale=scale)
+
+
+@operator("dequantize", results=lambda x, dtype: torch.empty_like(x, dtype=dtype), fit=_check_quantized)
+def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of x's shape: x times the inverse of the scale in float32, in `dtype`."""
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    return (x.to(computed) * inverse(scale)).to(dtype)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, scale.reciprocal())
+
+
+def _check_units(scale: Tensor, unit: Tensor) -> None:
+    if scale.dtype != torch.float32 or unit.dtype != torch.float32 or unit.numel() != 1 or unit.dim() != scale.dim():
+        raise misfit("scale_in_units", "scales are float32, the unit is one number of as many dims", scale=scale, unit=unit)
+
+
+@operator("scale_in_units", "scale", _check_units)
+def scale_in_units(scale: Tensor, unit: Tensor) -> Tensor:
+    """Of scale's shape: scales of blocks, rounded to where their inverse is e4m3 in units of `unit`'s inverse by 448, at least 2^-9 of it
+    (torchao/prototype/mx_formats/nvfp4_tensor.py)."""
+    step = inverse(unit) / ELEMENTS["e4m3"].largest
+    found = (inverse(scale) * torch.where(step == 0, 0.0, step.reciprocal())).to(torch.float8_e4m3fn).to(torch.float32)
+    return torch.where(scale == 0, 0.0, (found.clamp(min=2.0**-9) * step).reciprocal())
+
+
+def _product_sizes(a: Tensor, b: Tensor, summed: int, batch: int) -> list[int]:
+    return [*a.shape[: a.dim() - summed], *b.shape[batch + summed :]]
+
+
+def _check_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int, batch: int) -> None:
+    _check_quantized(a, scale_a, dtype)
+    _check_quantized(b, scale_b, dtype)
+    fits = batch in (0, 1) and summed in (1, 2) and a.dim() == batch + 1 + summed and b.dim() > batch + summed
+    if not fits or a.shape[:batch] != b.shape[:batch] or a.shape[batch + 1 :] != b.shape[batch : batch + summed]:
+        raise misfit("scaled_mm", f"a [m, k..] meets b [k.., n..] in {summed} dims of k behind {batch} of a batch", a=a, b=b)
+
+
+@operator(
+    "scaled_mm", results=lambda a, b, dtype, summed, batch: a.new_empty(_product_sizes(a, b, summed, batch), dtype=dtype),
+    fit=_check_product,
+)  # fmt: skip
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int = 1, batch: int = 0
+) -> Tensor:
+    """[batch.., m, n..] of a [batch.., m, k..] and b [batch.., k.., n..], in blocks where k or n has two dims: the sum over all of k of
+    (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
+    if _has_kernel(a, b, scale_a, scale_b, dtype, summed, batch):
+        return torch._scaled_mm(
+            a.contiguous(), b.t().contiguous().t(), inverse(scale_a), inverse(scale_b), out_dtype=dtype
+        )  # fmt: skip
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
+    k = prod(a.shape[batch + 1 :])
+    lead = list(a.shape[: batch + 1])
+    made = torch.matmul(rows.reshape(*lead, k), columns.reshape(*a.shape[:batch], k, prod(b.shape[batch + summed :])))
+    return made.reshape(_product_sizes(a, b, summed, batch)).to(dtype)
+
+
+def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int, batch: int) -> bool:
+    """Whether torch has a kernel for the product: on CUDA from compute capability 8.9 on, of sizes in multiples of 16, with one scale each,
+    or one for each row and column."""
+    if not a.is_cuda or batch or summed > 1 or b.dim() > 2 or dtype not in (torch.bfloat16, torch.float32) or not a.dtype.is_floating_point:
+        return False
+    scales = scale_a.numel() == scale_b.numel() == 1 or (scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]))
+    rowwise = scale_a.numel() > 1 or scale_b.numel() > 1
+    fits = all(size % KERNEL_MULTIPLE == 0 and size for size in (a.shape[1], b.shape[1])) and a.shape[0] > 0
+    twice_wide = a.dtype == b.dtype == torch.float8_e5m2
+    return scales and fits and not twice_wide and not (rowwise and dtype != torch.bfloat16) and _is_new(a.device)
+
+
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,68 @@
+"""Sharding rules of scales, of values rounded under them, and of their products.
+
+A scale and what it scales are made where they are read, of what lies there, and only then brought to other ranks: the rounded value is a
+half or a quarter of the bytes. A scale over a dim that is split is the minimum over the ranks.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from meshc.ir.schemas import named_arguments
+from meshc.rules.contraction import WEIGHT
+from meshc.rules.operator import Operator, Shapes, declarations
+from meshc.rules.rule import ONE, Dims, Rule, broadcast_dims, dims_of, einsum, pointwise, shape_of
+
+
+def _scale_of(node: Node, tensors: list[Node]) -> Rule:
+    letters = dims_of("d", shape_of(tensors[0]))
+    gone = [letters[dim] for dim in named_arguments(node)["dims"]]
+    out = tuple(ONE if letter in gone else letter for letter in letters)
+    sums = {letter: "min" for letter in gone if letter != ONE}
+    return Rule((letters,), (out,), (sums,), kind="layout", settles=True, shrinks=True, neutral=0.0)
+
+
+def _scaled_rule(node: Node, tensors: list[Node], shrinks: bool) -> Rule:
+    shape = shape_of(tensors[0])
+    letters: Dims = dims_of("d", shape)
+    scale = broadcast_dims(shape_of(tensors[1]), shape, letters)
+    return Rule((letters, scale), (letters,), kind="layout", settles=True, shrinks=shrinks)
+
+
+def _in_units(node: Node, tensors: list[Node]) -> Rule:
+    return pointwise(node, tensors, kind="layout", settles=True)
+
+
+def _quantize(node: Node, tensors: list[Node]) -> Rule:
+    return _scaled_rule(node, tensors, shrinks=True)
+
+
+def _dequantize(node: Node, tensors: list[Node]) -> Rule:
+    return _scaled_rule(node, tensors, shrinks=False)
+
+
+def _scaled_mm(node: Node, tensors: list[Node]) -> Rule:
+    """Of k in two dims, the blocks may be split, what is in a block may not."""
+    named = named_arguments(node)
+    lead, k = ["b"] * named["batch"], ["k"] if named["summed"] == 1 else ["k", "i!"]
+    n = ["n"] if len(shape_of(tensors[1])) == len([*lead, *k]) + 1 else ["n", "j!"]
+    a, b = " ".join([*lead, "m", *k]), " ".join([*lead, *k, *n])
+    made = " ".join([*lead, "m", *n, *(f"+{letter.rstrip('!')}" for letter in k)])
+    roles = {"b": "multiplies", **WEIGHT} if named["batch"] else WEIGHT
+    return einsum(f"{a}, {b}, {a}, {b} -> {made}", node, tensors, roles=roles)
+
+
+def _product_flops(node: Node, shapes: Shapes) -> float:
+    flops, named = 2.0, named_arguments(node)
+    for size in (*shapes[0], *shapes[1][named["batch"] + named["summed"] :]):
+        flops *= size
+    return flops
+
+
+OPERATORS = declarations({
+    "meshc.scale_of": Operator(_scale_of, one_pass=True, cheap=True),
+    "meshc.quantize": Operator(_quantize, cheap=True),
+    "meshc.dequantize": Operator(_dequantize, cheap=True),
+    "meshc.scale_in_units": Operator(_in_units, cheap=True),
+    "meshc.scaled_mm": Operator(_scaled_mm, flops=_product_flops),
+})

@@ -1,0 +1,205 @@
+"""Precision: products with a weight in few bits, where a precision line of the plan says so.
+
+    y = aten.mm(x, t)            becomes       s = meshc.scale_of(x, [1], "e4m3", "");  q = meshc.quantize(x, s, "e4m3")     and so of t
+                                               y = meshc.scaled_mm(q, q_1, s, s_1, bfloat16)
+
+Of each product the two of backward become such products too: of the gradient with the weight, and with what the weight was multiplied by.
+What is rounded is what the product reads, in the model's own dtype, so that every mesh rounds the same numbers. A head, a router, and what
+is no product with a weight stay as they are, unless a line names the module itself.
+
+Runs on the joint graph, so that forward and backward are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import Argument
+
+from meshc.ir import Record, record
+from meshc.ir.formats import BF16, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
+from meshc.ir.functions import Function
+from meshc.ir.graph import call
+from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
+from meshc.passes.depth.captured_names import captured_lines
+from meshc.passes.depth.multiplicity import whole_names
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace.weight_products import PRODUCTS, SUMMANDS, WeightProduct, WeightProducts, factors_of
+from meshc.plan.plan_faults import did_you_mean, refuse_faults
+from meshc.plan.precision_lines import PrecisionLine
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+KEPT: Final = {"head": "the model's output is made of it", "router": "it decides a choice"}
+
+
+def set_precision(traced: TracedModel) -> TracedModel:
+    """Rewrites the products that the plan's precision lines cover, in place; `precision` says which. Raises PlanError for lines that fit
+    none of the model's products."""
+    if not traced.plan.precisions:
+        return traced
+    joint = traced.operators()
+    products = WeightProducts(joint)
+    lines = captured_precisions(traced)
+    _refuse_unused(lines, [product.module for product in products.all])
+    chosen, notes = _choose(products, lines)
+    operands: dict[Node, tuple[str, list[Role]]] = {}
+    for product, name in chosen:
+        operands[product.node] = name, _roles("activation", product.weight, "weight")
+        for node, gradient, what in products.backward_of(product):
+            if name == BF16 or what not in FORMATS[name].high:
+                operands[node] = name, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient")
+    write = ProductWriter(joint.graph)
+    for node in [node for node in joint.graph.nodes if node in operands]:
+        write.replace(node, *operands[node])
+    joint.graph.eliminate_dead_code()
+    formats = {whole: name for product, name in chosen for whole in whole_names(traced.depth, product.parameter)}
+    return replace(traced.with_notes(*notes), precision=formats)
+
+
+def captured_precisions(traced: TracedModel) -> list[PrecisionLine]:
+    """The plan's lines by the names of the captured layers, in order."""
+    return list(captured_lines(traced.plan.precisions, traced.depth))
+
+
+def _refuse_unused(lines: Sequence[PrecisionLine], modules: Sequence[str]) -> None:
+    used = {line.where for line in lines if any(map(line.covers, modules))}  # a line may stand for several captured layers
+    there = ", ".join([*dict.fromkeys(modules)][:4]) or "no module"
+    faults = {
+        line.where: f"{line.where}: no product with a weight is in such a module{did_you_mean(line.pattern, modules)}; name modules as "
+        f"model.named_modules() does, with * for any text: products with a weight are in {there}, ..."
+        for line in lines
+        if line.where not in used
+    }
+    refuse_faults("the plan does not fit this model", list(faults.values()))
+
+
+def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[list[tuple[WeightProduct, str]], list[str]]:
+    """The products that are rewritten, each with its format, and notes on those that are covered and stay as they are."""
+    chosen, notes = [], dict[str, None]()
+    for product in products.all:
+        line = next((line for line in reversed(lines) if line.covers(product.module)), None)
+        if line is None:
+            continue
+        use = "" if any(line.names(product.module) for line in lines) else products.use_of(product)
+        why = f"{KEPT[use]}, and no line names it" if use else _misfit(product, line.format)
+        if why:
+            notes[f"precision: {product.module or product.parameter} stays as it is: {why}"] = None
+        else:
+            chosen.append((product, line.format))
+    return chosen, list(notes)
+
+
+def _misfit(product: WeightProduct, name: str) -> str:
+    """Why a format does not fit a product's sizes; "" if it does."""
+    form = FORMATS.get(name)
+    if form is None or form.along == WHOLE:
+        return ""
+    sizes = [*record(factors_of(product.node)[product.weight]).shape[-2:], record(product.node).shape[-2]]
+    odd = [size for size in sizes if type(size) is not int or size % form.along]
+    return f"{name} takes sizes in multiples of {form.along}, and it has {', '.join(map(str, odd))}" if odd else ""
+
+
+def _roles(other: Role, place: int, role: Role) -> list[Role]:
+    return [role if position == place else other for position in (0, 1)]
+
+
+@dataclass(frozen=True)
+class _ScaledOperand:
+    """An operand of a scaled product: values of an element type, and their scale, of as many dims."""
+
+    values: Node
+    scale: Node
+
+
+class ProductWriter:
+    """Writes products in few bits in the place of others. An operand that two products read in one form is rounded once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._made: dict[object, _ScaledOperand] = {}
+
+    def replace(self, node: Node, name: str, roles: Sequence[Role]) -> None:
+        """Products are replaced in the order of the graph. `roles`: what the two factors are."""
+        factors, batch = factors_of(node), PRODUCTS[node.target]
+        summand = node.args[0] if node.target in SUMMANDS else None
+        with self.graph.inserting_before(node):
+            if name == BF16:
+                made = self._in_bf16(node, factors)
+            else:
+                made = self._write_scaled(node, FORMATS[name], factors, roles, batch)
+            if isinstance(summand, Node):
+                made = self._emit(node, aten.add.Tensor, summand, made)
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+
+    def _in_bf16(self, node: Node, factors: Sequence[Node]) -> Node:
+        rounded = [self._emit(node, aten._to_copy.default, one, dtype=torch.bfloat16) for one in factors]
+        made = self._emit(node, {0: aten.mm.default, 1: aten.bmm.default}[PRODUCTS[node.target]], *rounded)
+        return self._emit(node, aten._to_copy.default, made, dtype=record(node).dtype)
+
+    def _write_scaled(self, node: Node, form: Format, factors: Sequence[Node], roles: Sequence[Role], batch: int) -> Node:
+        (a, b), (left, right) = factors, roles
+        rows = self._operand(node, a, form, left, batch, summed=batch + 1)
+        columns = self._operand(node, b, form, right, batch, summed=batch)
+        summed = 1 if form.along == WHOLE else 2
+        made = self._emit(
+            node, meshc.scaled_mm.default, rows.values, columns.values, rows.scale, columns.scale, record(node).dtype, summed, batch
+        )
+        shape = record(node).shape
+        return made if record(made).shape == shape else self._emit(node, aten.reshape.default, made, list(shape))
+
+    def _operand(self, at: Node, x: Node, form: Format, role: Role, batch: int, summed: int) -> _ScaledOperand:
+        """x [batch.., m, k] or [batch.., k, n], whose dim `summed` is that of k, in blocks along k, and along the other dim where a scale
+        covers several of it."""
+        swapped = x.target in (aten.t.default, aten.transpose.int) and not batch
+        if swapped:  # so that two products that read it in either order round it once
+            (x, *_) = x.all_input_nodes
+            summed = 1 - summed
+        other = 2 * batch + 1 - summed
+        per = {summed: form.along, other: form.across[role]}
+        element = form.gradient if role == "gradient" else form.element
+        key = (x, element, form.rounded, form.two, tuple(sorted(per.items())))
+        if key not in self._made:
+            self._made[key] = self._quantize(at, x, form, element, per)
+        found = self._made[key]
+        if not swapped:
+            return found
+        counts = [1 + (1 < per[dim]) for dim in (0, 1)]
+        order: Argument = [*range(counts[0], sum(counts)), *range(counts[0])]
+        return _ScaledOperand(*(self._emit(at, aten.permute.default, value, order) for value in (found.values, found.scale)))
+
+    def _quantize(self, at: Node, x: Node, form: Format, element: str, per: dict[int, int]) -> _ScaledOperand:
+        """x in blocks of `per` elements along each dim, with its scales. WHOLE and 1 make no blocks."""
+        shape, cut, over = record(x).shape, list[int](), list[int]()
+        for dim, size in enumerate(shape):
+            count = per.get(dim, 1)
+            if count > 1:
+                cut += [size // count, count]
+            else:
+                cut.append(size)
+            if count != 1:
+                over.append(len(cut) - 1)
+        blocks = x if len(cut) == len(shape) else self._emit(at, aten.reshape.default, x, cut)
+        scale = self._emit(at, meshc.scale_of.default, blocks, over, element, form.rounded)
+        if form.two:
+            unit = self._emit(at, meshc.scale_of.default, blocks, list(range(len(cut))), element, "")
+            scale = self._emit(at, meshc.scale_in_units.default, scale, unit)
+        return _ScaledOperand(self._emit(at, meshc.quantize.default, blocks, scale, element), scale)
+
+    def _emit(self, at: Node, target: Function, *args: Argument, **kwargs: Argument) -> Node:
+        """A call in the phase and place of a product; its shape and dtype by a run on meta tensors."""
+        def meta(argument: Argument) -> object:
+            if isinstance(argument, Node):
+                found = record(argument)
+                return torch.empty(found.shape, dtype=found.dtype, device="meta")
+            return argument
+
+        result = target(*map(meta, args), **kwargs)
+        base = record(at)
+        found = Record(tuple(result.shape), result.dtype, source=base.source, phase=base.phase)
+        return call(self.graph, found, target, *args, **kwargs)
