@@ -1,7 +1,7 @@
 """Precision lines: products in few bits are the model's on one device under the same line, whatever the mesh.
 
-`verify` runs the model itself, whose products it replaces by what it finds in memory (`runtime/simulator/reference_formats.py`), in float64,
-so that bounds are those of summation alone; every program is proved too.
+`verify` runs the model itself, whose products it replaces by what it finds in memory (`runtime/simulator/reference_formats.py`), in
+float64, so that bounds are those of summation alone; every program is proved too.
 """
 
 from __future__ import annotations
