@@ -21,6 +21,7 @@ from meshc.frontend.expert_bias import count_choices
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
 from meshc.ir import op_name, records, trees
+from meshc.ir.formats import Format
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
 from meshc.ops import block_codes
@@ -174,14 +175,15 @@ def reference_of(
     with calls_allowed(module):
         twin = plain_copy(module, values, double)
     args, kwargs = widen_inputs(call, double)
+    formats = _formats(program)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     return verification.Reference(
-        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, _formats(program)
+        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats
     )
 
 
-def _formats(program: Program) -> Mapping[str, str]:
+def _formats(program: Program) -> Mapping[str, Format]:
     """By parameter, the format of its products, as the plan's precision lines say."""
     return program.lowered.placed.traced.precision
 

@@ -36,6 +36,7 @@ class ExpertForm:
     batch     rows of the batch
     capacity  of each expert; None: unlimited
     copies    places of a group for copies of other groups' experts
+    behind    rows of stock experts are weighed behind their last product, as the model does it: where products round, it is not the same
     """
 
     count: int = 1
@@ -43,6 +44,7 @@ class ExpertForm:
     batch: int = 1
     capacity: Capacity | None = None
     copies: int = 0
+    behind: bool = False
 
     def each(self, experts: int) -> int:
         """Experts of a group, of `experts` experts in all, without copies."""

@@ -86,16 +86,21 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def formed_experts(
-    module: nn.Module, groups: Callable[[str], int], bound: float | None = None, batch: int = 1, capacity: Capacity | None = None
+    module: nn.Module,
+    groups: Callable[[str], int],
+    bound: float | None = None,
+    batch: int = 1,
+    capacity: Capacity | None = None,
+    behind: bool = False,
 ) -> Iterator[None]:
-    """A context in which the experts at each path are traced in `groups(path)` groups, with `capacity`."""
+    """A context in which the experts at each path are traced in `groups(path)` groups, with `capacity`; `behind`: see `ExpertForm`."""
     marked = []
     try:
         for path, each in module.named_modules():
             if not is_stock(each) and not is_listed(each):
                 continue
-            form = ExpertForm(groups(path), bound, batch, None if is_of_all(each) else capacity, copies_per_rank(each))
-            if form.count > 1 or form.capacity is not None:
+            form = ExpertForm(groups(path), bound, batch, None if is_of_all(each) else capacity, copies_per_rank(each), behind)
+            if form.count > 1 or form.capacity is not None or (behind and is_stock(each)):
                 each.__dict__[FORM] = form
                 marked.append(each)
         yield

@@ -24,20 +24,19 @@ class Element:
     """A type of elements.
 
     dtype    in which they are stored
-    largest  the largest of them, to which values beyond are clamped
-    step     a relative step, of which a rounding to nearest is off by half at most; of integers, of the largest
+    largest  the largest of them, to which values beyond are clamped; 0: values are not scaled
     """
 
     dtype: torch.dtype
     largest: float
-    step: float
 
 
 ELEMENTS: Final[Mapping[str, Element]] = {
-    "e4m3": Element(torch.float8_e4m3fn, 448.0, 2.0**-3),
-    "e5m2": Element(torch.float8_e5m2, 57344.0, 2.0**-2),
-    "int8": Element(torch.int8, 127.0, 1 / 127),
-    "e2m1": Element(torch.float8_e4m3fn, 6.0, 2.0**-1),
+    "e4m3": Element(torch.float8_e4m3fn, 448.0),
+    "e5m2": Element(torch.float8_e5m2, 57344.0),
+    "int8": Element(torch.int8, 127.0),
+    "e2m1": Element(torch.float8_e4m3fn, 6.0),
+    "bf16": Element(torch.bfloat16, 0.0),
 }
 """Of e2m1, which torch has packed in pairs only, the values (0, 0.5, 1, 1.5, 2, 3, 4, 6) are stored as e4m3, which has them all.
 (Sources: OCP 8-bit Floating Point Specification, revision 1.0; OCP Microscaling Formats, version 1.0, section 5.)"""
@@ -51,6 +50,7 @@ largest magnitude has the largest exponent, by which up to a quarter of it may b
 class Format:
     """A format of products.
 
+    name      as a plan says it
     element   of weights and activations
     gradient  element of gradients
     along     elements under one scale along the dim that is summed over
@@ -60,6 +60,7 @@ class Format:
     high      products that are computed as the model has them: "weight gradient"
     """
 
+    name: str
     element: str
     gradient: str
     along: int
@@ -68,23 +69,26 @@ class Format:
     two: bool = False
     high: frozenset[str] = frozenset()
 
+    @property
+    def is_scaled(self) -> bool:
+        return ELEMENTS[self.element].largest > 0
+
 
 _EACH: Final[Mapping[Role, int]] = {"weight": 1, "activation": 1, "gradient": 1}
 _ALL: Final[Mapping[Role, int]] = dict.fromkeys(_EACH, WHOLE)
 WEIGHT_GRADIENT: Final = "weight gradient"
 
-FORMATS: Final[Mapping[str, Format]] = {
-    "float8 tensor": Format("e4m3", "e5m2", WHOLE, _ALL),
-    "float8 row": Format("e4m3", "e4m3", WHOLE, _EACH),
-    "float8 row, gradients in bf16": Format("e4m3", "e4m3", WHOLE, _EACH, high=frozenset({WEIGHT_GRADIENT})),
-    "float8 block": Format("e4m3", "e4m3", 128, {**_EACH, "weight": 128}),
-    "float8 mx": Format("e4m3", "e4m3", 32, _EACH, rounded="ocp"),
-    "nvfp4": Format("e2m1", "e2m1", 16, _EACH, two=True),
-    "int8 row": Format("int8", "int8", WHOLE, _EACH),
-}
+_TABLE: Final = (
+    Format("float8 tensor", "e4m3", "e5m2", WHOLE, _ALL),
+    Format("float8 row", "e4m3", "e4m3", WHOLE, _EACH),
+    Format("float8 row, gradients in bf16", "e4m3", "e4m3", WHOLE, _EACH, high=frozenset({WEIGHT_GRADIENT})),
+    Format("float8 block", "e4m3", "e4m3", 128, {**_EACH, "weight": 128}),
+    Format("float8 mx", "e4m3", "e4m3", 32, _EACH, rounded="ocp"),
+    Format("nvfp4", "e2m1", "e2m1", 16, _EACH, two=True),
+    Format("int8 row", "int8", "int8", WHOLE, _EACH),
+    Format("bf16", "bf16", "bf16", WHOLE, _ALL),
+)
+FORMATS: Final[Mapping[str, Format]] = {each.name: each for each in _TABLE}
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
 also in what is rounded when; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
 nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
-
-BF16: Final = "bf16"
-"""Not in the table: operands are rounded to bfloat16, and have no scale."""

@@ -1,21 +1,17 @@
 """Lines of a plan that change what is computed. Nothing adds them but a user, and they mean the same on every mesh.
 
-    precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`); `bf16` too
+    precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
 
-from meshc.ir.formats import BF16, FORMATS
+from meshc.ir.formats import FORMATS
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import PlanLine, is_in
 from meshc.plan.plan_faults import suggest
-
-WORDS: Final = (*FORMATS, BF16)
-"""What may stand behind the colon of a precision line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +36,11 @@ class PrecisionLine(PlanLine):
 def read_precision_line(line: Line) -> PrecisionLine:
     names = "a precision line names modules, with * for any text, and a format: `precision model.layers.*: float8 row`"
     pattern = line.expect(GLOB, names)
-    line.expect(":", f"then comes a colon, and a format: {', '.join(map(repr, WORDS))}")
+    line.expect(":", f"then comes a colon, and a format: {', '.join(map(repr, FORMATS))}")
     start = line.at
-    written = " ".join(line.expect(r"\S[^#]*", f"a format belongs here: {', '.join(map(repr, WORDS))}").split())
-    if written not in WORDS:
-        begun = [word for word in WORDS if word.startswith(f"{written} ")]
-        fix = f"; say what one scale covers: {', '.join(begun)}" if begun else suggest(written, WORDS)
+    written = " ".join(line.expect(r"\S[^#]*", f"a format belongs here: {', '.join(map(repr, FORMATS))}").split())
+    if written not in FORMATS:
+        begun = [word for word in FORMATS if word.startswith(f"{written} ")]
+        fix = f"; say what one scale covers: {', '.join(begun)}" if begun else suggest(written, FORMATS)
         line.fail(f"{written} is no format{fix}", start)
     return PrecisionLine(pattern, written)

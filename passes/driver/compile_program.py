@@ -151,7 +151,8 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
     """The program of a placed model on the mesh and by the plan of `request`."""
     wanted = outset_of(request)
     with clean_up_compilation(), fewer_collections():
-        if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # experts were traced in other groups
+        other_groups = splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes)
+        if other_groups or wanted.plan.precisions != placed.plan.precisions:
             return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.frontend.capture import TorchGraph
+from meshc.ir.formats import Format
 from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.compilation_phase import CompilationPhase
@@ -63,7 +64,7 @@ class TracedModel(CompilationPhase):
     joint: Joint | None = None
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
-    precision: Mapping[str, str] = field(default_factory=dict)
+    precision: Mapping[str, Format] = field(default_factory=dict)
 
     def operators(self) -> Joint:
         """The operator graph, which exists from `differentiate` on."""

@@ -33,7 +33,8 @@ def capture(outset: CompilationPhase) -> TracedModel:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
     groups, experts = partial(groups_of, outset.plan, outset.sizes), ask.options.experts  # as many groups as the plan has
-    formed = formed_experts(ask.module, groups, experts.bound, rows_of((args, kwargs)), experts.limit)
+    behind = bool(outset.plan.precisions)
+    formed = formed_experts(ask.module, groups, experts.bound, rows_of((args, kwargs)), experts.limit, behind)
     with slice_layers(ask.module, outset.depth), formed:
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,

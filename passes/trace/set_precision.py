@@ -14,21 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.ir import Record, record
-from meshc.ir.formats import BF16, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
+from meshc.ir.formats import ELEMENTS, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Function
 from meshc.ir.graph import call
 from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.weight_products import PRODUCTS, SUMMANDS, WeightProduct, WeightProducts, factors_of
+from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of
 from meshc.plan.plan_faults import did_you_mean, refuse_faults
 from meshc.plan.precision_lines import PrecisionLine
 
@@ -47,17 +47,19 @@ def set_precision(traced: TracedModel) -> TracedModel:
     lines = captured_precisions(traced)
     _refuse_unused(lines, [product.module for product in products.all])
     chosen, notes = _choose(products, lines)
-    operands: dict[Node, tuple[str, list[Role]]] = {}
-    for product, name in chosen:
-        operands[product.node] = name, _roles("activation", product.weight, "weight")
+    operands: dict[Node, tuple[Format, list[Role]]] = {}
+    for product, form in chosen:
+        operands[product.node] = form, _roles("activation", product.weight, "weight")
         for node, gradient, what in products.backward_of(product):
-            if name == BF16 or what not in FORMATS[name].high:
-                operands[node] = name, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient")
+            if what not in form.high:
+                operands[node] = form, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient")
     write = ProductWriter(joint.graph)
     for node in [node for node in joint.graph.nodes if node in operands]:
         write.replace(node, *operands[node])
     joint.graph.eliminate_dead_code()
-    formats = {whole: name for product, name in chosen for whole in whole_names(traced.depth, product.parameter)}
+    formats = {
+        whole: form for product, form in chosen for name in product.parameters for whole in whole_names(traced.depth, name)
+    }  # fmt: skip
     return replace(traced.with_notes(*notes), precision=formats)
 
 
@@ -78,30 +80,36 @@ def _refuse_unused(lines: Sequence[PrecisionLine], modules: Sequence[str]) -> No
     refuse_faults("the plan does not fit this model", list(faults.values()))
 
 
-def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[list[tuple[WeightProduct, str]], list[str]]:
+def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:
     """The products that are rewritten, each with its format, and notes on those that are covered and stay as they are."""
     chosen, notes = [], dict[str, None]()
     for product in products.all:
         line = next((line for line in reversed(lines) if line.covers(product.module)), None)
         if line is None:
             continue
+        form = FORMATS[line.format]
         use = "" if any(line.names(product.module) for line in lines) else products.use_of(product)
-        why = f"{KEPT[use]}, and no line names it" if use else _misfit(product, line.format)
+        why = f"{KEPT[use]}, and no line names it" if use else _misfit(product, form)
+        where = product.module or product.parameters[0]
         if why:
-            notes[f"precision: {product.module or product.parameter} stays as it is: {why}"] = None
-        else:
-            chosen.append((product, line.format))
+            notes[f"precision: {where} stays as it is: {why}"] = None
+            continue
+        if product.is_of_runs:
+            form = replace(form, high=frozenset({WEIGHT_GRADIENT}))
+            notes[f"precision: {where}: the gradient of experts' weights is computed as it is: each expert's rows would need scales"] = None
+        chosen.append((product, form))
     return chosen, list(notes)
 
 
-def _misfit(product: WeightProduct, name: str) -> str:
-    """Why a format does not fit a product's sizes; "" if it does."""
-    form = FORMATS.get(name)
-    if form is None or form.along == WHOLE:
+def _misfit(product: WeightProduct, form: Format) -> str:
+    """Why a format does not fit a product; "" if it does."""
+    if product.is_of_runs and form.is_scaled and (form.across["activation"] != 1 or form.two):
+        return f"the rows of each expert would need scales of their own, which {form.name} has of all; a scale for each row fits"
+    if form.along == WHOLE:
         return ""
     sizes = [*record(factors_of(product.node)[product.weight]).shape[-2:], record(product.node).shape[-2]]
     odd = [size for size in sizes if type(size) is not int or size % form.along]
-    return f"{name} takes sizes in multiples of {form.along}, and it has {', '.join(map(str, odd))}" if odd else ""
+    return f"{form.name} takes sizes in multiples of {form.along}, and it has {', '.join(map(str, odd))}" if odd else ""
 
 
 def _roles(other: Role, place: int, role: Role) -> list[Role]:
@@ -123,23 +131,38 @@ class ProductWriter:
         self.graph = graph
         self._made: dict[object, _ScaledOperand] = {}
 
-    def replace(self, node: Node, name: str, roles: Sequence[Role]) -> None:
+    def replace(self, node: Node, form: Format, roles: Sequence[Role]) -> None:
         """Products are replaced in the order of the graph. `roles`: what the two factors are."""
-        factors, batch = factors_of(node), PRODUCTS[node.target]
+        factors = factors_of(node)
         summand = node.args[0] if node.target in SUMMANDS else None
         with self.graph.inserting_before(node):
-            if name == BF16:
-                made = self._in_bf16(node, factors)
+            if node.target in RUNS:
+                made = self._write_runs(node, form, factors, roles)
+            elif form.is_scaled:
+                made = self._write_scaled(node, form, factors, roles, PRODUCTS[node.target])
             else:
-                made = self._write_scaled(node, FORMATS[name], factors, roles, batch)
+                made = self._write_unscaled(node, form, factors)
             if isinstance(summand, Node):
                 made = self._emit(node, aten.add.Tensor, summand, made)
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
 
-    def _in_bf16(self, node: Node, factors: Sequence[Node]) -> Node:
-        rounded = [self._emit(node, aten._to_copy.default, one, dtype=torch.bfloat16) for one in factors]
-        made = self._emit(node, {0: aten.mm.default, 1: aten.bmm.default}[PRODUCTS[node.target]], *rounded)
+    def _write_runs(self, node: Node, form: Format, factors: Sequence[Node], roles: Sequence[Role]) -> Node:
+        """The same product of operands that are rounded, and brought back to their dtype."""
+        if not form.is_scaled:
+            return self._write_unscaled(node, form, factors)
+        given = []
+        for x, role, summed in zip(factors, roles, (-1, -2), strict=True):
+            shape = record(x).shape
+            operand = self._operand(node, x, form, role, len(shape) - 2, len(shape) + summed)
+            plain = self._emit(node, meshc.dequantize.default, operand.values, operand.scale, record(x).dtype)
+            given.append(plain if record(plain).shape == shape else self._emit(node, aten.reshape.default, plain, list(shape)))
+        return self._emit(node, cast(Function, node.target), *given, *node.args[2:])
+
+    def _write_unscaled(self, node: Node, form: Format, factors: Sequence[Node]) -> Node:
+        rounded = [self._emit(node, aten._to_copy.default, one, dtype=ELEMENTS[form.element].dtype) for one in factors]
+        target, others = (SUMMANDS[node.target], ()) if node.target in SUMMANDS else (node.target, node.args[2:])
+        made = self._emit(node, cast(Function, target), *rounded, *others)
         return self._emit(node, aten._to_copy.default, made, dtype=record(node).dtype)
 
     def _write_scaled(self, node: Node, form: Format, factors: Sequence[Node], roles: Sequence[Role], batch: int) -> Node:

@@ -13,39 +13,50 @@ from torch.fx import Node
 from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.schemas import RESHAPES
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
+from meshc.ops import routed_mm as _routed  # noqa: F401 - registers its operators
 from meshc.passes.phases.traced_model import Joint
+from meshc.private import OpOverload
 from meshc.rules.families import operator_of
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
 SAME: Final = (
     *RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default,
 )  # fmt: skip
 """Operators whose result has the elements of their operand."""
-SUMMANDS: Final = (aten.addmm.default, aten.baddbmm.default)
-"""Products to which their first operand is added."""
+STACKS: Final = (aten.stack.default, aten.cat.default)
+SUMMANDS: Final[Mapping[object, OpOverload]] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+"""Products to which their first operand is added -> the products alone."""
 PRODUCTS: Final[Mapping[object, int]] = {aten.mm.default: 0, aten.bmm.default: 1, aten.addmm.default: 0, aten.baddbmm.default: 1}
 """Product of two matrices, or of a batch of pairs -> the number of dims of a batch."""
+RUNS: Final = (meshc.group_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default)
+"""Products of runs of rows [.., r, k] with a matrix each, of matrices [g, k, n]."""
 
 
 @dataclass(frozen=True)
 class WeightProduct:
     """A product of forward.
 
-    weight     the position among its two factors of the one that is a weight, after casts and layouts
-    parameter  the weight's name
-    bases      what the factors were before casts and layouts
+    weight      the position among its two factors of the one that is a weight, after casts and layouts
+    parameters  its name; of experts that are modules each, all of theirs
+    bases       what the factors were before casts and layouts
     """
 
     node: Node
     weight: int
-    parameter: str
+    parameters: tuple[str, ...]
     bases: tuple[Node, Node]
 
     @property
     def module(self) -> str:
         return record(self.node).source.module
+
+    @property
+    def is_of_runs(self) -> bool:
+        """Whether it multiplies runs of rows with a matrix each."""
+        return self.node.target in RUNS
 
 
 def factors_of(node: Node) -> tuple[Node, Node]:
@@ -74,13 +85,20 @@ class WeightProducts:
 
     def _find(self) -> Iterator[WeightProduct]:
         for node in self.graph.nodes:
-            if node.target not in PRODUCTS or record(node).phase != "forward":
+            if node.target not in (*PRODUCTS, *RUNS) or record(node).phase != "forward":
                 continue
             left, right = map(base_of, factors_of(node))
-            names = [self.parameters.get(left), self.parameters.get(right)]
-            if names.count(None) == 1:
-                weight = 0 if names[1] is None else 1
-                yield WeightProduct(node, weight, names[weight] or "", (left, right))
+            names = self._names(left), self._names(right)
+            if bool(names[0]) != bool(names[1]):
+                weight = 0 if names[0] else 1
+                yield WeightProduct(node, weight, names[weight], (left, right))
+
+    def _names(self, base: Node) -> tuple[str, ...]:
+        """The names of the parameters that a factor is: of one, or of all that are stacked in it; () if it is more than parameters."""
+        if base.target in STACKS:
+            found = [self._names(base_of(one)) for one in base.all_input_nodes]
+            return tuple(name for names in found for name in names) if all(found) else ()
+        return (self.parameters[base],) if base in self.parameters else ()
 
     def backward_of(self, product: WeightProduct) -> Iterator[tuple[Node, int, str]]:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
@@ -93,7 +111,7 @@ class WeightProducts:
         """Products of backward by their module and the base of a factor that is a value of forward."""
         found: dict[tuple[str, Node], list[Node]] = {}
         for node in self.graph.nodes:
-            if node.target in PRODUCTS and record(node).phase == "backward":
+            if node.target in (*PRODUCTS, *RUNS) and record(node).phase == "backward":
                 for base in {base_of(one) for one in factors_of(node)}:
                     if base.op == "placeholder" or records(value_of(base)[0])[0].phase == "forward":
                         found.setdefault((record(node).source.module, base), []).append(node)
@@ -114,7 +132,7 @@ class WeightProducts:
         """"head", "router" or "": pointwise operators, reductions and layouts alone lead from it to the model's output or loss; to a choice
         (integers that say which is largest); neither."""
         reached, waiting = {product.node}, [product.node]
-        ends = False
+        ends, goes_on = False, False
         while waiting:
             node = waiting.pop()
             ends = ends or node in self.outputs
@@ -124,10 +142,11 @@ class WeightProducts:
                 if not is_getitem(user) and any(self._is_choice(one.dtype) for one in records(user)):
                     return "router"
                 if self._computes(user, reached):
-                    return ""
+                    goes_on = True
+                    continue
                 reached.add(user)
                 waiting.append(user)
-        return "head" if ends else ""
+        return "head" if ends and not goes_on else ""
 
     def _is_choice(self, dtype: torch.dtype | None) -> bool:
         return dtype in (torch.int64, torch.int32)

@@ -28,6 +28,7 @@ from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
 from meshc.ir import Record, record, trees
+from meshc.ir.formats import Format
 from meshc.ir.functions import Function
 from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
@@ -239,7 +240,7 @@ class Reference:
     perturbed: int | None = None
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    formats: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, Format] = field(default_factory=dict)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:

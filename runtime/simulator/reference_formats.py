@@ -13,9 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from meshc.ir.formats import BF16, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
+from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Keywords
-from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
+from meshc.ops import quantize as _quantize  # noqa: F401 - likewise
+from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
 from meshc.private import OpOverload, TorchDispatchMode
 from meshc.runtime.state.stored_tensor import memory_of
 
@@ -23,17 +25,18 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 PLAIN: Final = (aten.mm.default, aten.bmm.default)
 ADDED: Final = (aten.addmm.default, aten.baddbmm.default)
+RUNS: Final = (aten._grouped_mm.default, meshc.group_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default)
 COPIES: Final = (aten._to_copy.default, aten.clone.default)
 
 
 class FewBits(TorchDispatchMode):
     """`formats`: by the name of a parameter of `module`, the format of its products."""
 
-    def __init__(self, module: nn.Module, formats: Mapping[str, str]) -> None:
+    def __init__(self, module: nn.Module, formats: Mapping[str, Format]) -> None:
         super().__init__()
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.weights = {memory_of(parameters[name]): formats[name] for name in formats}
-        self.read: dict[int, str] = {}
+        self.read: dict[int, Format] = {}
         """By memory, what products of forward read beside their weights, with the format."""
         self.held: list[Tensor] = []
         """Tensors whose memory must not be used again."""
@@ -42,6 +45,8 @@ class FewBits(TorchDispatchMode):
         if func in PLAIN:
             made = self._product(args[0], args[1])
             return func(*args) if made is None else made
+        if func in RUNS:
+            return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
         if func in ADDED and not kwargs:
             made = self._product(args[1], args[2])
             return func(*args) if made is None else args[0] + made
@@ -61,38 +66,47 @@ class FewBits(TorchDispatchMode):
         backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if weights.count(None) == 1:
             place = 0 if weights[1] is None else 1
-            name, other = weights[place], factors[1 - place]
-            assert name is not None
+            form, other = weights[place], factors[1 - place]
+            assert form is not None
             if not backward:
-                self.read[memory_of(other)] = name
+                self.read[memory_of(other)] = form
                 self.held.append(other)
-            return multiply(a, b, name, _roles("weight", place, "gradient" if backward else "activation"))
+            return multiply(a, b, form, _roles("weight", place, "gradient" if backward else "activation"))
         values = [self.read.get(memory_of(one)) for one in factors]
         if backward and weights == [None, None] and values.count(None) == 1:
             place = 0 if values[1] is None else 1
-            name = values[place]
-            assert name is not None
-            if name != BF16 and WEIGHT_GRADIENT in FORMATS[name].high:
-                return None
-            return multiply(a, b, name, _roles("activation", place, "gradient"))
+            form = values[place]
+            assert form is not None
+            return None if WEIGHT_GRADIENT in form.high else multiply(a, b, form, _roles("activation", place, "gradient"))
         return None
+
+    def _runs(self, rows: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """The operands of a product of runs of rows with a matrix each, after rounding where the matrices are weights."""
+        form = self.weights.get(memory_of(matrices))
+        if form is None:
+            return rows, matrices
+        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        role: Role = "gradient" if backward else "activation"
+        return round_operand(rows, form, role, -1, rows.dtype), round_operand(matrices, form, "weight", -2, matrices.dtype)
 
 
 def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:
     return (role, other) if place == 0 else (other, role)
 
 
-def multiply(a: Tensor, b: Tensor, name: str, roles: tuple[Role, Role]) -> Tensor:
+def multiply(a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role]) -> Tensor:
     """a [.., m, k] times b [.., k, n] in a format, each operand rounded and brought back."""
-    if name == BF16:
-        return (a.to(torch.bfloat16) @ b.to(torch.bfloat16)).to(a.dtype)
-    form = FORMATS[name]
+    if not form.is_scaled:
+        dtype = ELEMENTS[form.element].dtype
+        return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
     computed = torch.float64 if a.dtype == torch.float64 else torch.float32
     return (round_operand(a, form, roles[0], -1, computed) @ round_operand(b, form, roles[1], -2, computed)).to(a.dtype)
 
 
 def round_operand(x: Tensor, form: Format, role: Role, summed: int, dtype: torch.dtype) -> Tensor:
     """An operand's values after rounding, whose dim `summed` (-1 or -2) is summed over."""
+    if not form.is_scaled:
+        return x.to(ELEMENTS[form.element].dtype).to(dtype)
     element = form.gradient if role == "gradient" else form.element
     per = {summed % x.dim(): form.along, (-3 - summed) % x.dim(): form.across[role]}
     blocks = x

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from meshc.errors import CaptureError
-from meshc.frontend.expert_rows import Layout, routed_sum
+from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
 from meshc.replacements import replace_targets
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -49,7 +49,7 @@ class _StockExperts(Protocol):
 def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward`.
 
-    Rows are weighed before the last product, which is linear, if no norm follows it and nothing is promoted: split over the experts' hidden
+    Rows are weighed before the last product, which is linear, if no norm follows it, nothing is promoted, and it does not round: split over the experts' hidden
     dim, the product's partial sums are then summed over k before ranks exchange them, and are not kept for backward.
     """
     if self._is_expert_parallel:
@@ -65,7 +65,8 @@ def _experts_output(self: _StockExperts, hidden_states: Tensor, routed: Layout) 
     weights = routed.weights
     made = _project(self, routed, routed.to(hidden_states), "gate_up_proj" if self.has_gate else "up_proj")
     made = self._apply_gate(made) if self.has_gate else self.act_fn(made)
-    if self.has_post_expert_norm or made.dtype != weights.dtype or made.dtype != self.down_proj.dtype:
+    behind = getattr(self, FORM, ExpertForm()).behind or self.has_post_expert_norm
+    if behind or made.dtype != weights.dtype or made.dtype != self.down_proj.dtype:
         made = _project(self, routed, made, "down_proj")
         made = self.post_expert_norm(made) if self.has_post_expert_norm else made
         return routed.back(made * weights).to(hidden_states.dtype)
