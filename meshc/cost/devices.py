@@ -36,6 +36,8 @@ else:
 TABLE: Final = Path(__file__).with_name("devices.toml")
 ANEW: Final = "put it right (docs/cost-model.md), or delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+EIGHT_BITS: Final = "float8_e4m3fn"
+"""Flops of products of two operands of 8 bits, which not every device has."""
 NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
 COSTS: Final = ("launch_s", "collective_s", "latency_s", "contention", "uneven", "product_moves")
 """Figures that may be 0."""
@@ -83,7 +85,7 @@ class Processor:
 class Device:
     """One rank's device. Fields are peaks; `rate`, `bytes_per_s` and `links` return what programs achieve.
 
-    flops_per_s     by dtype (DTYPES); float32 is IEEE float32, not TF32
+    flops_per_s     by dtype (DTYPES, and EIGHT_BITS where it has them); float32 is IEEE float32, not TF32
     launch_s        overhead of each operator, whatever its size
     collective_s    overhead of each collective, beside its messages' latency
     attention_keys  keys per block of attention kernels: the granularity at which a mask saves work
@@ -121,7 +123,8 @@ class Device:
     def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
         """Achieved flops per second of matrix products, or of attention; for a dtype that the table lacks, those of float32."""
         part = self.efficiency.attention if attention else self.efficiency.flops
-        return part * self.flops_per_s.get(str(dtype).removeprefix("torch."), self.flops_per_s["float32"])
+        key = EIGHT_BITS if dtype.is_floating_point and dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+        return part * self.flops_per_s.get(key, self.flops_per_s["float32"])
 
     @property
     def bytes_per_s(self) -> float:
@@ -209,7 +212,7 @@ class RankDevices:
 
 
 def _slowest(kinds: Sequence[Device]) -> Device:
-    rates = {dtype: min(one.rate(getattr(torch, dtype)) for one in kinds) for dtype in DTYPES}
+    rates = {dtype: min(one.rate(getattr(torch, dtype)) for one in kinds) for dtype in (*DTYPES, EIGHT_BITS)}
     attention = min(one.rate(torch.float32, attention=True) for one in kinds) / rates["float32"]
     inside, between = zip(*(one.links for one in kinds), strict=True)
     links = {"inside_node": inside, "between_nodes": between, **{name: [one.link_to(name) for one in kinds] for name in STORAGE_LINKS}}

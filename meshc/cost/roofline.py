@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.cost import scaled_products
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops, is_attention, is_product
 from meshc.cost.fused_values import is_fused
@@ -167,6 +168,8 @@ def _read_bytes(value: Node) -> int:
 
 def _dtype(node: Node) -> torch.dtype:
     """In which an operator computes: its first operand's, or else its result's."""
+    if node.target is scaled_products.SCALED and scaled_products.why_emulated(node):
+        return torch.float32
     for value in (*ir.operands(node), node):
         producer, index = ir.value_of(value)
         found = ir.records(producer)[index].dtype if ir.has_record(producer) else None

@@ -15,7 +15,9 @@ be in another order. (What is computed in which dtype is as in torchao/float8/fl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -135,10 +137,8 @@ def scaled_mm(
 ) -> Tensor:
     """[batch.., m, n..] of a [batch.., m, k..] and b [batch.., k.., n..], in blocks where k or n has two dims: the sum over all of k of
     (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
-    if _has_kernel(a, b, scale_a, scale_b, dtype, summed, batch):
-        return torch._scaled_mm(
-            a.contiguous(), b.t().contiguous().t(), inverse(scale_a), inverse(scale_b), out_dtype=dtype
-        )  # fmt: skip
+    if a.is_cuda and a.numel() and b.numel() and not why_no_kernel(a, b, scale_a, dtype, summed, batch) and _has_products(a.device):
+        return _run_kernel(a, b, scale_a, scale_b, dtype)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
     k = prod(a.shape[batch + 1 :])
@@ -147,17 +147,50 @@ def scaled_mm(
     return made.reshape(_product_sizes(a, b, summed, batch)).to(dtype)
 
 
-def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int, batch: int) -> bool:
-    """Whether torch has a kernel for the product: on CUDA from compute capability 8.9 on, of sizes in multiples of 16, with one scale each,
-    or one for each row and column."""
-    if not a.is_cuda or batch or summed > 1 or b.dim() > 2 or dtype not in (torch.bfloat16, torch.float32) or not a.dtype.is_floating_point:
-        return False
-    scales = scale_a.numel() == scale_b.numel() == 1 or (scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]))
-    rowwise = scale_a.numel() > 1 or scale_b.numel() > 1
-    fits = all(size % KERNEL_MULTIPLE == 0 and size for size in (a.shape[1], b.shape[1])) and a.shape[0] > 0
-    twice_wide = a.dtype == b.dtype == torch.float8_e5m2
-    return scales and fits and not twice_wide and not (rowwise and dtype != torch.bfloat16) and _is_new(a.device)
+class _Tensorlike(Protocol):
+    """A tensor, or the record of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
 
 
-def _is_new(device: torch.device) -> bool:
+def why_no_kernel(a: _Tensorlike, b: _Tensorlike, scale: _Tensorlike, dtype: torch.dtype, summed: int, batch: int) -> str:
+    """Why torch has no kernel for a product of 8 bits of such operands, `scale` that of the first, on any device; "" if it has one."""
+    if a.dtype == torch.int8:
+        return "torch has no kernel for int8 with scales"
+    if summed > 1:
+        return "no kernel for scales of blocks is used"
+    if batch:
+        return "torch has no kernel for a batch of products"
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "there is no kernel for two operands of e5m2"
+    if tuple(scale.shape) != (1, 1) and dtype != torch.bfloat16:
+        return "the kernel for scales of rows gives bfloat16 alone"
+    return "" if dtype in (torch.bfloat16, torch.float32) else f"the kernel gives no {str(dtype).removeprefix('torch.')}"
+
+
+def _run_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """On CUDA, of compute capability 8.9 and more. Zeros fill sizes up to the multiples that the kernel takes."""
+    rows, columns = _fill(a, 1), _fill(_fill(b.t(), 1), 0)
+    inverse_b = inverse(scale_b) if scale_b.numel() == 1 else _fill(inverse(scale_b), 1)
+    return torch._scaled_mm(rows, columns.t(), inverse(scale_a), inverse_b, out_dtype=dtype)[:, : b.shape[1]]
+
+
+def _fill(x: Tensor, dim: int) -> Tensor:
+    """x, contiguous, with zeros up to a multiple of KERNEL_MULTIPLE along `dim`."""
+    more = -x.shape[dim] % KERNEL_MULTIPLE
+    if not more:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] += more
+    filled = x.new_zeros(shape)
+    filled.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return filled
+
+
+def _has_products(device: torch.device) -> bool:
+    """Whether a GPU multiplies 8-bit floats."""
     return torch.cuda.get_device_capability(device) >= (8, 9)

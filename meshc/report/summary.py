@@ -31,10 +31,12 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
-from meshc.report import memory_report, offload_table
+from meshc.report import memory_report, offload_table, precision_table
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table, without_columns
 
+CHANGING: Final = ("precision", "compress", "sparse")
+"""First words of the lines of a plan that change what is computed."""
 PLAN_LINES: Final = 20
 """Lines of a plan that are shown."""
 
@@ -114,8 +116,10 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
     bytes that a rank may hold, where the user has said so."""
     on = devices_of(program.mesh, device).slowest()
-    blocks = [_head(program), _parameters(program), _pipeline(program, device), _collectives(program), _offload_table(program)]
-    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program), _padding(program), _notes(program)]
+    blocks = [_head(program), precision_table.precision_table(program, on), _parameters(program), _pipeline(program, device)]
+    blocks += [_collectives(program), _offload_table(program)]
+    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program)]
+    blocks += [_padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -124,9 +128,12 @@ def _head(program: PlainProgram) -> str:
     what = MODES.get(program.mode, program.mode)
     batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
     regions = f", compiled regions ({program.backend})" if program.backend != "eager" else ""
-    return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}{regions}\n" + "\n".join(
-        f"  {line}" for line in _plan(str(program.plan).splitlines())
-    )
+    head = f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}{regions}"
+    lines = str(program.plan).splitlines()
+    changing = [line for line in lines if line.split()[0] in CHANGING]
+    if changing:
+        head += "\n  changes what is computed: " + "; ".join(changing)
+    return "\n".join([head, *(f"  {line}" for line in _plan([line for line in lines if line not in changing]))])
 
 
 def _plan(lines: list[str]) -> list[str]:

@@ -47,6 +47,7 @@ def set_precision(traced: TracedModel) -> TracedModel:
     lines = captured_precisions(traced)
     _refuse_unused(lines, [product.module for product in products.all])
     chosen, notes = _choose(products, lines)
+    notes += _batch_notes(traced, lines, [form for _, form in chosen])
     operands: dict[Node, tuple[Format, list[Role]]] = {}
     for product, form in chosen:
         operands[product.node] = form, _roles("activation", product.weight, "weight")
@@ -99,6 +100,22 @@ def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[l
             notes[f"precision: {where}: the gradient of experts' weights is computed as it is: each expert's rows would need scales"] = None
         chosen.append((product, form))
     return chosen, list(notes)
+
+
+def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Sequence[Format]) -> list[str]:
+    """A note on scales that go along the batch where it comes in microbatches. Raises PlanError in a pipeline, which never has all of it."""
+    request = traced.request
+    along = {form.name for form in forms if form.is_scaled and form.along == WHOLE and WEIGHT_GRADIENT not in form.high}
+    along |= {form.name for form in forms if form.two}
+    if traced.parts is not None or request.microbatches == 1 or not along or not request.grad:
+        return []
+    said = "scales that go along the batch (of a tensor, and of rows in gradients of weights)"
+    others = "`float8 row, gradients in bf16` and `float8 block` have none" + ', or TrainStep(batch_mix="mean_of_parts")' * request.train
+    if traced.mesh.pipeline_axis is not None:
+        faults = [f"{line.where}: {said} need all microbatches at once, of which a stage has one at a time; {others}" for line in lines
+                  if line.format in along]  # fmt: skip
+        refuse_faults("the plan does not fit this pipeline", list(dict.fromkeys(faults)))
+    return [f"precision: {said} are made once all microbatches have run, until when what they scale is held: {others}"]
 
 
 def _misfit(product: WeightProduct, form: Format) -> str:

@@ -49,8 +49,8 @@ class _StockExperts(Protocol):
 def forward(self: _StockExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward`.
 
-    Rows are weighed before the last product, which is linear, if no norm follows it, nothing is promoted, and it does not round: split over the experts' hidden
-    dim, the product's partial sums are then summed over k before ranks exchange them, and are not kept for backward.
+    Rows are weighed before the last product, which is linear, if no norm follows it, nothing is promoted, and it does not round: split
+    over the experts' hidden dim, the product's partial sums are then summed over k before ranks exchange them, and not kept for backward.
     """
     if self._is_expert_parallel:
         raise CaptureError(

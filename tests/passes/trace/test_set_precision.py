@@ -87,6 +87,14 @@ def test_a_mean_of_parts_rounds_each_part_alone() -> None:
     assert meshc.verify(program).worst < 1e-12
 
 
+def test_scales_along_the_batch_wait_for_all_microbatches() -> None:
+    program = step("dp=2", "precision layers.*: float8 row", microbatches=2)
+    assert meshc.verify(program).worst < 1e-12 and "are made once all microbatches have run" in program.summary()
+    with pytest.raises(PlanError, match="need all microbatches at once, of which a stage has one at a time"):
+        step("pp=2", "precision layers.*: float8 row", microbatches=2)
+    assert meshc.verify(step("pp=2", "precision layers.*: float8 block", microbatches=2)).worst < 1e-12
+
+
 @pytest.mark.parametrize("mesh", ["dp=3", "dp_shard=2,tp=2", "tp=3"])
 @pytest.mark.parametrize("name", ["float8 tensor", "float8 row", "float8 block", "nvfp4"])
 def test_scales_and_operands_are_those_of_one_device_bit_for_bit(name: str, mesh: str) -> None:

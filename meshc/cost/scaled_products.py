@@ -1,0 +1,24 @@
+"""Products in few bits as a device runs them: by a kernel for 8 bits, or emulated, brought back to float32 and multiplied there."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.cost.devices import EIGHT_BITS, Device
+from meshc.ir.schemas import named_arguments
+from meshc.ops.quantize import why_no_kernel
+
+SCALED: Final = torch.ops.meshc.scaled_mm.default
+
+
+def why_emulated(node: Node, device: Device | None = None) -> str:
+    """Why no kernel for 8 bits runs a scaled product, on any device, or on `device`; "" if one does."""
+    named: dict[str, Any] = named_arguments(node)
+    a, b, scale = (ir.record(named[name]) for name in ("a", "b", "scale_a"))
+    if why := why_no_kernel(a, b, scale, named["dtype"], named["summed"], named["batch"]):
+        return why
+    return "" if device is None or EIGHT_BITS in device.flops_per_s else f"{device.name} has no products of 8 bits"
