@@ -103,7 +103,7 @@ def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[l
 
 
 def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Sequence[Format]) -> list[str]:
-    """A note on scales that go along the batch where it comes in microbatches. Raises PlanError in a pipeline, which never has all of it."""
+    """A note on scales that go along the batch that comes in microbatches. Raises PlanError in a pipeline, of which no stage has it."""
     request = traced.request
     along = {form.name for form in forms if form.is_scaled and form.along == WHOLE and WEIGHT_GRADIENT not in form.high}
     along |= {form.name for form in forms if form.two}
