@@ -51,6 +51,8 @@ CASES: Final[dict[str, Callable[[], meshc.Program]]] = {
     "gpt megatron_sp": lambda: train(gpt(tied=False), "tp=2", "megatron_sp", sgd=True),
     "gpt fsdp microbatches": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, microbatches=2),
     "gpt fsdp regions": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, sgd=True, backend="inductor"),
+    "gpt float8 rows": lambda: train(gpt(), "dp_shard=2,tp=2", "precision *: float8 row", sgd=True),
+    "mlp float8 blocks uneven": lambda: train(models.mlp(batch=128, width=384), "dp=2,tp=2", "precision *: float8 block", sgd=True),
     "gpt ulysses": lambda: train(gpt(), "cp=2", sgd=True),
     "gpt pipeline": lambda: train(gpt(8, 2), "pp=2", sgd=True, microbatches=4, options=_scheduled("1f1b")),
     "gpt pipeline fsdp": lambda: train(
