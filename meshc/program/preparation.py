@@ -8,12 +8,15 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, is_integer, spmd
+from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
+ROUNDING = {meshc.scale_of.default, meshc.scale_in_units.default, meshc.quantize.default}
+"""Operators that make of a value what is gathered in its place, in fewer bits."""
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    spmd.shard, spmd.mask,
+    spmd.shard, spmd.mask, *ROUNDING,
 }  # fmt: skip
 
 
@@ -29,6 +32,8 @@ def from_placeholder(gather: Node) -> bool:
 def _as_stored(value: Node) -> bool:
     if value.op == "placeholder" or is_integer(value) or value.target is spmd.from_host:
         return True
+    if value.target is spmd.all_reduce:  # of a scale
+        return value.all_input_nodes[0].target in ROUNDING and _as_stored(value.all_input_nodes[0])
     lays_out = value.target is aten.cat.default or (is_preparation(value) and value.target is not spmd.shard)
     return lays_out and all(map(_as_stored, value.all_input_nodes))
 
