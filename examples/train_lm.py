@@ -5,10 +5,10 @@
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 ... examples/train_lm.py ...                # goes on by itself
 
 Text is tokenised by byte and written once as shards of tokens, memory-mapped. The model is a small Llama, built on `meta` and given its
-first values on the mesh. Steps run in bfloat16 (autocast), the learning rate warms up and follows a cosine down; now and then the same
-model is evaluated and writes a line of text. `run/metrics.jsonl` has a row a step (TensorBoard too, where it is installed); checkpoints are
-written beside training, and of the complete ones the last few are kept. What the folder was begun with (text, model, batches, seed) it
-goes on with; another mesh, plan, rate or number of steps may be given.
+first values on the mesh. Steps run in bfloat16 (autocast), or by a plan in fewer bits (`--plan 'precision *: float8 row'`); the learning
+rate warms up and follows a cosine down; now and then the same model is evaluated and writes a line of text. `run/metrics.jsonl` has a row
+a step (TensorBoard too, where it is installed); checkpoints are written beside training, and of the complete ones the last few are kept.
+What the folder was begun with (text, model, batches, seed) it goes on with; another mesh, plan, rate or number of steps may be given.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ class Evaluation:
     """A second program of the model, over the same parameters: the loss of what training does not see, and text."""
 
     @torch.no_grad()
-    def __init__(self, model: LlamaForCausalLM, mesh: DeviceMesh, plan: str | None, valid: Loader) -> None:
-        self.model, self.valid, self.device = model, valid, mesh.device_type
+    def __init__(self, model: LlamaForCausalLM, mesh: DeviceMesh, plan: str | None, valid: Loader, mixed: bool) -> None:
+        self.model, self.valid, self.device, self.mixed = model, valid, mesh.device_type, mixed
         with self._evaluating():
             self.program = meshc.compile(model, mesh, plan=plan, kwargs=self._inputs())
 
@@ -266,14 +266,14 @@ class Evaluation:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self.model.eval()
-        with torch.autocast(self.device, dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.mixed):
             yield
         self.model.train()
 
 
 def train(options: argparse.Namespace) -> None:
     mesh = build_mesh(options.mesh)
-    rank, out, device = dist.get_rank(), Path(options.out), mesh.device_type
+    rank, out, device, mixed = dist.get_rank(), Path(options.out), mesh.device_type, options.dtype == "bfloat16"
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         refuse_another_job(options, out)
@@ -286,12 +286,12 @@ def train(options: argparse.Namespace) -> None:
     optimizer, schedule = build_optimizer(model, options.steps, options.lr)
     step = meshc.TrainStep(model, optimizer=optimizer, clip_grad_norm=1.0)
     example = valid.next()
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=mixed):
         kwargs = {"input_ids": example, "labels": example}
         program = meshc.compile(step, mesh, plan=options.plan, kwargs=kwargs, options=meshc.Options(seed=options.seed))
     program.init_weights()
 
-    evaluation = Evaluation(model, mesh, options.plan, valid)
+    evaluation = Evaluation(model, mesh, options.plan, valid, mixed)
 
     checkpoints = Checkpoints(out, options.keep)
     state = {"program": program, "data": data, "schedule": schedule}
@@ -301,7 +301,7 @@ def train(options: argparse.Namespace) -> None:
     for number in range(first, options.steps):
         start = time.perf_counter()
         ids = data.next()
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=mixed):
             loss = program(input_ids=ids, labels=ids).item()
         row: dict[str, Any] = {"step": number, "loss": loss, "lr": schedule.get_last_lr()[0]}
         row["grad_norm"] = float(program.metrics["grad_norm"])
@@ -323,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", default=list(TEXT), help="files, as patterns; by default this repository's own pages")
     parser.add_argument("--mesh", default="dp=2", help='axes and their sizes: "dp=2,tp=2"')
     parser.add_argument("--plan", help="a recipe or plan; by default what the axes' names stand for")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products: bfloat16 is autocast")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over the whole mesh")
     parser.add_argument("--seq", type=int, default=128, help="tokens a sequence")

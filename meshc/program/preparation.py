@@ -12,7 +12,7 @@ from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operat
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-ROUNDING = {meshc.scale_of.default, meshc.scale_in_units.default, meshc.quantize.default}
+ROUNDING = {meshc.scale_of.default, meshc.scale_in_units.default, meshc.quantize.default, aten._to_copy.default}
 """Operators that make of a value what is gathered in its place, in fewer bits."""
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,

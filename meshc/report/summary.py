@@ -48,6 +48,7 @@ class CollectiveUse:
     bytes_per_rank  bytes of the operand on each rank; of the result for an all_gather, the larger side; of halo and halo_sum the bytes
                     that the rank with most receives, or sends
     times           runs in a call of the program (one per microbatch, for instance)
+    dtype           of what travels
     seconds         predicted seconds of all these runs, without overlap; 0 without a device
     """
 
@@ -61,6 +62,7 @@ class CollectiveUse:
     stage: str = ""
     times: int = 1
     seconds: float = 0.0
+    dtype: torch.dtype | None = None
 
 
 def collectives(program: PlainProgram, device: Device | None = None) -> list[CollectiveUse]:
@@ -79,7 +81,8 @@ def collectives(program: PlainProgram, device: Device | None = None) -> list[Col
             takes = 0.0 if device is None else times * collective_seconds(node, program.mesh, device)
             found.append(
                 CollectiveUse(
-                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, times, takes
+                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, times, takes,
+                    record.dtype,
                 )
             )
     return found

@@ -110,11 +110,13 @@ def _same(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _cast(node: Node, tensors: list[Node]) -> Rule:
-    """The reduction of a sum is deferred past an exact cast; a cast that rounds needs the complete sum."""
+    """The reduction of a sum is deferred past an exact cast; a cast that rounds needs the complete sum. What a cast makes smaller is sent
+    behind it."""
     source, target = dtype_of(tensors[0]), dtype_of(node)
     eight = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in (source, target))  # torch promotes none of those
     exact = source == target or (not eight and target != torch.bool and torch.promote_types(source, target) == target)
-    return replace(_same(node, tensors), settles=not exact)
+    fewer = target.itemsize < source.itemsize
+    return replace(_same(node, tensors), settles=not exact, shrinks=fewer)
 
 
 def _without_dim(node: Node, shape: Sequence[int]) -> tuple[Dims, Dims, set[str]]:

@@ -48,5 +48,5 @@ def refuse_sums_of_other_stages(stages: Sequence[Stage], made: Mapping[str, tupl
                 raise CompileError(
                     f"{stage.name} reads the sum over the whole batch of {name_of(key)}, which stage {halves[key].stage} makes\n"
                     "  what to do: Options(pipeline=Pipelining(splits=...)) that leave both to one stage, microbatches=1, or a mesh "
-                    "without pp"
+                    "without pp; if it is the scale of a precision line, `float8 block` or `float8 row, gradients in bf16`"
                 )

@@ -107,7 +107,7 @@ def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Seq
     request = traced.request
     along = {form.name for form in forms if form.is_scaled and form.along == WHOLE and WEIGHT_GRADIENT not in form.high}
     along |= {form.name for form in forms if form.two}
-    if traced.parts is not None or request.microbatches == 1 or not along or not request.grad:
+    if traced.parts is not None or request.count == 1 or not along or not request.grad:
         return []
     said = "scales that go along the batch (of a tensor, and of rows in gradients of weights)"
     others = "`float8 row, gradients in bf16` and `float8 block` have none" + ', or TrainStep(batch_mix="mean_of_parts")' * request.train

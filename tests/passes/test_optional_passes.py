@@ -103,6 +103,7 @@ NEEDED = {
     "capture": "the model's graph",
     "autocast": "a program does not know torch's autocast",
     "differentiate": "gradients",
+    "precision": "products in few bits, of plans that ask for them",
     "update": "new parameters and state",
     "factorize": "which dims are one",
     "split_axes": "axes that a plan has for two factors",

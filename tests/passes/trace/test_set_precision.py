@@ -6,6 +6,7 @@ float64, so that bounds are those of summation alone; every program is proved to
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -122,14 +123,21 @@ def test_scales_and_operands_are_those_of_one_device_bit_for_bit(name: str, mesh
 
 
 def test_weights_are_gathered_in_eight_bits() -> None:
-    """Each weight of the blocks once for forward and once for backward, but for what backward computes from gradients alone: a byte an
-    element, where bfloat16 takes two; and scales."""
-    program = step("dp_shard=4", "precision layers.*: float8 row")
-    gathers = [use for use in collectives(program.compiled) if use.kind == "all_gather"]
-    elements = 2 * 3 * 128 * 384
-    eight = sum(use.bytes_per_rank for use in gathers if "f8" in str(use.node) or use.bytes_per_rank == 128 * 384)
-    assert elements <= eight <= 2 * elements
-    assert all(use.bytes_per_rank < 4 * 128 * 384 for use in gathers)
+    """A byte an element, where bfloat16 takes two, once for forward and once for what of backward reads the weight; scales beside them."""
+    weights, rows = 2 * 3 * 128 * 384, 2 * (384 + 384 + 128)
+    sent = Counter[torch.dtype | None]()
+    for use in collectives(step("dp_shard=4", "precision layers.*: float8 row").compiled):
+        sent[use.dtype] += use.bytes_per_rank * (use.kind == "all_gather")
+    assert weights + weights * 2 // 3 <= sent[torch.float8_e4m3fn] <= 2 * weights
+    assert sent[torch.float32] <= 4 * (2 * rows + 3 * 128 * 24 + 2 * 384) + 4096
+
+
+def test_what_autocast_rounds_is_gathered_behind_the_cast() -> None:
+    """Float32 weights at two bytes an element."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = step("dp_shard=4", "")
+    gathered = [use for use in collectives(program.compiled) if use.kind == "all_gather"]
+    assert gathered and {use.dtype for use in gathered} == {torch.bfloat16}
 
 
 def test_a_head_and_a_router_stay_as_they_are_unless_they_are_named() -> None:
