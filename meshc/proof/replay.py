@@ -95,7 +95,7 @@ def padding_fault(rule: Rule, row: Sequence[Form], sizes: Mapping[str, int], rea
     summed = {letter for sums in rule.sums for letter in sums}
     for at, (tiles, fact) in enumerate(row):
         clean = at in rule.clean
-        if rule.self_masked and not clean or tiles.root not in read:
+        if rule.self_masked and not clean or tiles.root not in read or 0 in tiles.shape:
             continue
         padding, wanted = dict(tiles.padding), 0.0 if clean else rule.neutral
         for dim, _, part in padded_parts(fact.sharding, sizes):
