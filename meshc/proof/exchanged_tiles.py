@@ -15,8 +15,9 @@ from meshc.ir import spmd
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import ZIGZAG
 from meshc.proof.tile_cuts import place_tiles
-from meshc.proof.tiles import Dims, Tiles, major_digits, with_dim
-from meshc.proof.uneven import ADDED, REPEATED, in_order, rows_of_longer
+from meshc.proof.tile_moves import ZEROS_BEHIND_ONE
+from meshc.proof.tiles import END, Dims, Tiles, major_digits, with_dim
+from meshc.proof.uneven import ADDED, REPEATED, Row, digit_of, digits_at, in_order, name_of_zeros, rows_beside, rows_of_longer
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -55,14 +56,15 @@ def _gather_tiles(of: Evaluator, x: Tiles, axes: Sequence[str], dim: int) -> Til
     if x.root not in of.known or not otherwise.isdisjoint(axes):
         return None
     digits = [(split.get(axis, 0), of.sizes[axis]) for axis in axes]
-    gone = {*axes, *(f"{ADDED}{stride}" for stride, _ in x.dims[dim])}
-    padding = tuple(row for row in x.padding if row[0] not in gone)
     kept = tuple(row for row in x.axes if row[0] not in axes)
-    made = Tiles(x.root, with_dim(x.dims, dim, [*digits, *x.dims[dim]]), kept, x.partial, padding)
+    made = Tiles(x.root, with_dim(x.dims, dim, [*digits, *x.dims[dim]]), kept, x.partial)
+    gone = {*axes, *(ZEROS_BEHIND_ONE for stride, _ in digits if stride == END)}
     if not x.uneven:
-        return made
-    rest = tuple(row for row in x.uneven if row[0] not in axes)
-    uneven = [*rows_of_longer(rest, shape, made.shape, dim)]
+        return replace(made, padding=tuple(row for row in x.padding if row[0] not in gone))
+    rest = rows_beside(tuple(row for row in x.uneven if row[0] not in axes), x.dims, made.dims)
+    if rest is None:
+        return None
+    uneven: list[Row] = []
     for name, good, period, count in x.uneven:
         if name not in axes:
             continue
@@ -73,7 +75,10 @@ def _gather_tiles(of: Evaluator, x: Tiles, axes: Sequence[str], dim: int) -> Til
             return None  # others, further inside, have not been gathered
         elif not stride and good != whole:
             uneven.append((REPEATED, good, prod(made.shape[dim:]), prod(made.shape)))
-    return replace(made, uneven=in_order(uneven))
+    if any(row[0] == ADDED and len(digits_at(row, made.dims)) != 1 and digit_of(row, made.dims) not in digits for row in uneven):
+        return None
+    padding = tuple(row for row in x.padding if row[0] not in gone.union(map(name_of_zeros, uneven)))
+    return replace(made, padding=padding, uneven=in_order([*rows_of_longer(rest, shape, made.shape, dim), *uneven]))
 
 
 def _gather_roots(of: Evaluator, x: Tiles, axes: Sequence[str], dim: int, dims: Dims, *what: Any) -> Tiles:

@@ -14,10 +14,9 @@ from meshc.ir.sharding import Sharding
 from meshc.proof.added_values import without_new_padding
 from meshc.proof.facts import Fact, is_value, whole_sharding
 from meshc.proof.held import Held, JoinedValues
-from meshc.proof.regrouped import shardings_of_shape
+from meshc.proof.regrouped import shardings_of_shape, substitute_root
 from meshc.proof.repeated_lowerings import ShownLowering
 from meshc.proof.replay import MOST, REFUSED, Told, padding_fault
-from meshc.proof.tile_moves import substitute_root
 from meshc.proof.tiles import Tiles, Unfit, tiles_of
 from meshc.rules import rule_of
 from meshc.rules.elementwise import is_pointwise

@@ -9,7 +9,8 @@ from math import prod
 
 from meshc.ir.sharding import Part, Sharding
 from meshc.proof.tile_moves import expand_dims, reshape_dims
-from meshc.proof.tiles import Tiles, Unfit, extent_of, stride_within
+from meshc.proof.tiles import Digit, Dim, Tiles, Unfit, extent_of, fuse_digits, stride_within
+from meshc.proof.uneven import counts_elements
 
 Parts = tuple[Part, ...]
 
@@ -72,3 +73,38 @@ def without_names(sharding: Sharding) -> object:
     """A sharding but for the names of factors and the order of what it is partial over."""
     dims = tuple(tuple((part.size, part.cuts) for part in parts if part.size != 1 or part.axes) for parts in sharding.dims)
     return dims, frozenset(sharding.partial)
+
+
+def substitute_root(x: Tiles, local: Tiles, whole: Tiles) -> Tiles:
+    """The tiles `x` of a root as tiles of another, where `local` of the one are `whole` of the other, element by element. Raises Unfit."""
+    if x.uneven != whole.uneven or any(map(counts_elements, x.uneven)):
+        raise Unfit("places that are none of the value's")
+    pieces = [(one, step, other) for mine, own in zip(local.dims, whole.dims, strict=True) for one, step, other in _common(mine, own)]
+    dims: list[Dim] = []
+    for dim in x.dims:
+        found: list[Digit] = []
+        for stride, extent in reversed(dim):
+            while extent > 1:
+                at = next(((one, step, other) for one, step, other in pieces if one <= stride < one * step), None)
+                if at is None or stride % at[0] or at[1] % (count := stride // at[0]) or extent % min(extent, at[1] // count):
+                    raise Unfit(f"{extent} positions {stride} apart")
+                taken = min(extent, at[1] // count)
+                found.insert(0, (at[2] * count, taken))
+                extent, stride = extent // taken, at[0] * at[1]
+        dims.append(fuse_digits(found))
+    return replace(whole, dims=tuple(dims))
+
+
+def _common(one: Dim, other: Dim) -> Iterator[tuple[int, int, int]]:
+    """The digits of a dim in two roots, (stride in the one, extent, stride in the other), in pieces that both have."""
+    rest, left = list(one), list(other)
+    while rest and left:
+        (stride, extent), (step, count) = rest.pop(), left.pop()
+        small = min(extent, count)
+        if not small or extent % small or count % small:
+            raise Unfit(f"{one} and {other}")
+        yield stride, small, step
+        rest += [(stride * small, extent // small)] if extent > small else []
+        left += [(step * small, count // small)] if count > small else []
+    if rest or left:
+        raise Unfit(f"{one} and {other}")

@@ -7,8 +7,23 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from meshc.proof.tiles import END, Dim, Tiles, Unfit, digits_of_axes, with_dim
-from meshc.proof.uneven import ADDED, Row, added_to, dims_of, in_order, is_of_digit, row_of_axis, row_of_dim, rows_of_longer
+from meshc.proof.tile_moves import ZEROS_BEHIND_ONE, kept_rows
+from meshc.proof.tiles import END, Dim, Tiles, Unfit, digits_of_axes, extent_of, with_dim
+from meshc.proof.uneven import (
+    ADDED,
+    Row,
+    Rows,
+    added_to,
+    are_added,
+    are_told_apart,
+    digit_of,
+    dims_of,
+    in_order,
+    name_of_zeros,
+    row_of_axis,
+    row_of_dim,
+    rows_of_longer,
+)
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -20,27 +35,45 @@ def place_tiles(of: Evaluator, x: Tiles, dim: int, taken: Dim, rest: Dim, axes: 
     if any(axis in split for axis in axes) or any(row[0] in axes for row in x.uneven):
         raise Unfit(f"split over {axes} twice")
     digits = digits_of_axes(taken, axes, of.sizes)
-    split.update({axis: stride for axis, (stride, _) in digits if stride})
-    zero = [(axis, 0.0) for axis in axes] if any(row[0].startswith(ADDED) for row in x.padding) else []
-    padding = [row for row in x.padding if not row[0].startswith(ADDED)]
-    dims = with_dim(x.dims, dim, rest)
-    made = Tiles(x.root, dims, tuple(sorted(split.items())), x.partial, tuple(sorted([*padding, *zero])))
-    if END in (stride for stride, _ in taken):
-        return replace(made, uneven=in_order([*x.uneven, *(row_of_axis(axis, 1) for axis in axes)]))
-    if not x.uneven:
-        return made
-    found: dict[str, Row] = {}
-    for axis, (stride, count) in digits:
-        for row in x.uneven:
-            if any(one[0] * one[1] == stride * count and is_of_digit(row, one, x.dims) for one in x.dims[dim]):
-                found[axis] = row
-    gone = [*found.values(), added_to(x.uneven, x.dims, shape, dim)]
-    kept = tuple(row for row in x.uneven if row not in gone)
-    uneven = [*rows_of_longer(kept, shape, made.shape, dim)]
-    uneven += [row_of_axis(axis, row[1]) for axis, row in found.items()]
-    if not found:
+    split.update({axis: END if stride < 0 else stride for axis, (stride, _) in digits if stride})
+    zeros = {name for name, _ in x.padding}
+    made = Tiles(x.root, with_dim(x.dims, dim, rest), tuple(sorted(split.items())), x.partial, x.padding)
+    behind_one = [axis for axis, (stride, _) in digits if stride < 0]
+    if not x.uneven and not behind_one:
+        return _with_zeros(made, (), ())
+    found = _rows_of_digits(x, dim, [(axis, count) for axis, (_, count) in digits])
+    is_repeated = not any(stride for stride, _ in x.dims[dim])
+    added = added_to(x.uneven, x.dims, shape, dim) if is_repeated else None
+    kept = tuple(row for row in x.uneven if row not in (*found.values(), added))
+    uneven = [*rows_of_longer(kept_rows(kept, x.dims, made.dims), shape, made.shape, dim)]
+    uneven += [row_of_axis(axis, row[1]) for axis, row in found.items()] + [row_of_axis(axis, 1) for axis in behind_one]
+    if is_repeated:
         uneven += _rows_of_repeated(of, x, made.shape, dim, axes)
-    return replace(made, uneven=in_order(uneven))
+    if not are_told_apart(in_order(uneven)):
+        raise Unfit("tiles of equal positions, split by several axes alike")
+    zero = [axis for axis, row in found.items() if name_of_zeros(row) in zeros] + (behind_one if ZEROS_BEHIND_ONE in zeros else [])
+    return _with_zeros(made, in_order(uneven), axes if added is not None and name_of_zeros(added) in zeros else zero)
+
+
+def _rows_of_digits(x: Tiles, dim: int, axes: Sequence[tuple[str, int]]) -> dict[str, Row]:
+    """Of (axis, count) by which a dim is cut, major to minor, those to whose digit places were added, with their row."""
+    found: dict[str, Row] = {}
+    before = 1
+    for axis, count in axes:
+        top = next((one for at, one in enumerate(x.dims[dim]) if extent_of(x.dims[dim][:at]) == before), None)
+        for row in x.uneven if count > 1 and top is not None else ():
+            if digit_of(row, x.dims) == top:
+                found[axis] = row
+        before *= count
+    return found
+
+
+def _with_zeros(made: Tiles, uneven: Rows, axes: Sequence[str]) -> Tiles:
+    """Tiles whose padding along axes is known to be zeros, and still that of places that were added elsewhere."""
+    names = {name_of_zeros(row) for row in uneven if are_added(row)}
+    names |= {ZEROS_BEHIND_ONE for own in made.dims for stride, _ in own if stride == END}
+    padding = {name: value for name, value in made.padding if name in names or not name.startswith(ADDED)}
+    return replace(made, padding=tuple(sorted({**padding, **dict.fromkeys(axes, 0.0)}.items())), uneven=uneven)
 
 
 def _rows_of_repeated(of: Evaluator, x: Tiles, shape: Sequence[int], dim: int, axes: Sequence[str]) -> Iterator[Row]:

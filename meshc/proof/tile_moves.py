@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Final
 
-from meshc.proof.tiles import END, Digit, Dim, Dims, Tiles, Unfit, dims_of_shape, extent_of, fuse_digits, major_digits, with_dim
-from meshc.proof.uneven import ADDED, LOST, REPEATED, added_to, counts_elements, in_order, rows_in_shape, rows_of_longer, rows_without
+from meshc.proof.tiles import END, Digit, Dim, Dims, Tiles, Unfit, dims_of_shape, extent_of, major_digits, with_dim
+from meshc.proof.uneven import (
+    ADDED,
+    LOST,
+    REPEATED,
+    Rows,
+    added_to,
+    are_added,
+    digit_of,
+    in_order,
+    is_told_apart,
+    name_of_zeros,
+    rows_beside,
+    rows_in_shape,
+    rows_of_longer,
+    rows_without,
+)
+
+ZEROS_BEHIND_ONE: Final = f"{ADDED}{END}"
+"""The name under which is kept that zeros are behind dims of one position."""
 
 
 def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:
@@ -25,48 +44,31 @@ def regroup_digits(dims: Dims, shape: Sequence[int]) -> Dims:
     return tuple(found)
 
 
-def substitute_root(x: Tiles, local: Tiles, whole: Tiles) -> Tiles:
-    """The tiles `x` of a root as tiles of another, where `local` of the one are `whole` of the other, element by element. Raises Unfit."""
-    if x.uneven != whole.uneven or any(map(counts_elements, x.uneven)):
-        raise Unfit("places that are none of the value's")
-    pieces = [(one, step, other) for mine, own in zip(local.dims, whole.dims, strict=True) for one, step, other in _common(mine, own)]
-    dims: list[Dim] = []
-    for dim in x.dims:
-        found: list[Digit] = []
-        for stride, extent in reversed(dim):
-            while extent > 1:
-                at = next(((one, step, other) for one, step, other in pieces if one <= stride < one * step), None)
-                if at is None or stride % at[0] or at[1] % (count := stride // at[0]) or extent % min(extent, at[1] // count):
-                    raise Unfit(f"{extent} positions {stride} apart")
-                taken = min(extent, at[1] // count)
-                found.insert(0, (at[2] * count, taken))
-                extent, stride = extent // taken, at[0] * at[1]
-        dims.append(fuse_digits(found))
-    return replace(whole, dims=tuple(dims))
-
-
-def _common(one: Dim, other: Dim) -> Iterator[tuple[int, int, int]]:
-    """The digits of a dim in two roots, (stride in the one, extent, stride in the other), in pieces that both have."""
-    rest, left = list(one), list(other)
-    while rest and left:
-        (stride, extent), (step, count) = rest.pop(), left.pop()
-        small = min(extent, count)
-        if not small or extent % small or count % small:
-            raise Unfit(f"{one} and {other}")
-        yield stride, small, step
-        rest += [(stride * small, extent // small)] if extent > small else []
-        left += [(step * small, count // small)] if count > small else []
-    if rest or left:
-        raise Unfit(f"{one} and {other}")
-
-
 def permute_dims(x: Tiles, order: Sequence[int]) -> Tiles:
     made = replace(x, dims=tuple(x.dims[dim] for dim in order))
     return made if not x.uneven else replace(made, uneven=rows_in_shape(x.uneven, x.shape, made.shape, list(order).index))
 
 
 def reshape_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
-    return replace(x, dims=regroup_digits(x.dims, shape))
+    dims = regroup_digits(x.dims, shape)
+    own = [digit_of(row, x.dims) for row in x.uneven if not is_told_apart(row, x.dims, dims)]
+    if own and not {one for one in _digits_in_place(x.dims) if one[0] in own} <= _digits_in_place(dims):
+        raise Unfit("places that were added to one of several digits")
+    return replace(x, dims=dims, uneven=kept_rows(x.uneven, x.dims, dims))
+
+
+def _digits_in_place(dims: Dims) -> set[tuple[Digit, int]]:
+    """Digits, each with the number of elements behind one step of it."""
+    digits = [digit for dim in dims for digit in dim]
+    return {(digit, prod(extent for _, extent in digits[at + 1 :])) for at, digit in enumerate(digits)}
+
+
+def kept_rows(rows: Rows, before: Dims, after: Dims) -> Rows:
+    """Rows of digits that are not changed, where others are. Raises Unfit."""
+    found = rows_beside(rows, before, after)
+    if found is None:
+        raise Unfit("places that were added to one of several digits")
+    return found
 
 
 def expand_dims(x: Tiles, shape: Sequence[int]) -> Tiles:
@@ -99,7 +101,7 @@ def narrow_dim(x: Tiles, dim: int, length: int) -> Tiles:
     if added is None:
         return replace(made, uneven=rows_in_shape(x.uneven, x.shape, made.shape, lambda at: at if at != dim else None))
     reach = length * (own[0][0] or prod(x.shape[dim + 1 :]))
-    rest = rows_without(x.uneven, added)
+    rest = kept_rows(rows_without(x.uneven, added), x.dims, made.dims)
     if reach == added[1]:  # a tile of whatever splits it further out is whole again
         return replace(made, uneven=rows_of_longer(rest, x.shape, made.shape, dim))
     lost = () if reach < added[1] else ((f"{LOST}{added[0]}", *added[1:]),)
@@ -117,11 +119,19 @@ def lengthen_dim(x: Tiles, dim: int, extra: int) -> Tiles:
     made = replace(x, dims=with_dim(x.dims, dim, [(stride, extent + extra)]))
     if not made.dims[dim]:
         raise Unfit("one position where there was none")
-    padding = tuple(sorted([*made.padding, (f"{ADDED}{stride}", 0.0)]))
     before = added_to(x.uneven, x.dims, x.shape, dim)
-    rest = rows_of_longer(rows_without(x.uneven, before), x.shape, made.shape, dim)
+    others = kept_rows(rows_without(x.uneven, before), x.dims, made.dims)
+    rest = rows_of_longer(others, x.shape, made.shape, dim)
+    zeros = {name for name, _ in x.padding}
     if stride == END:
-        return replace(made, padding=padding, uneven=rest)
+        is_zero = ZEROS_BEHIND_ONE in zeros or not any(one[0] == END for own in x.dims for one in own)
+        return replace(made, padding=_with_zeros(x, ZEROS_BEHIND_ONE, is_zero), uneven=rest)
     good = before[1] if before is not None else extent * (stride or prod(x.shape[dim + 1 :]))
     row = (ADDED, good, stride, stride * (extent + extra)) if stride else (REPEATED, good, prod(made.shape[dim:]), prod(made.shape))
-    return replace(made, padding=padding, uneven=in_order([*rest, row]))
+    name = name_of_zeros(row)
+    known = [name_of_zeros(one) in zeros for one in x.uneven if one is before or are_added(one) and name_of_zeros(one) == name]
+    return replace(made, padding=_with_zeros(x, name, all(known)), uneven=in_order([*rest, row]))
+
+
+def _with_zeros(x: Tiles, name: str, is_zero: bool) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted({**dict(x.padding), name: 0.0}.items())) if is_zero else tuple(row for row in x.padding if row[0] != name)

@@ -21,7 +21,7 @@ from math import prod
 from typing import Final, TypeVar
 
 from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
-from meshc.proof.uneven import Rows, counts_elements, in_order, row_of_axis, row_of_dim
+from meshc.proof.uneven import Rows, are_told_apart, counts_elements, in_order, row_of_axis, row_of_dim
 
 Digit = tuple[int, int]
 """(stride, extent) of positions."""
@@ -183,6 +183,8 @@ def tiles_of(value: Tiles, sharding: Sharding, sizes: Mapping[str, int]) -> Tile
                     uneven.append(row_of_dim(axis, before, local, place))
             place += 1
         dims.append(fuse_digits(found))
+    if not are_told_apart(in_order(uneven)):
+        raise Unfit("tiles of equal positions, split by several axes alike")
     partial = tuple(sorted(sharding.partial))
     return Tiles(value.root, tuple(dims), tuple(sorted(axes.items())), partial, uneven=in_order(uneven))
 

@@ -39,6 +39,17 @@ def counts_elements(row: Row) -> bool:
     return row[0] != ADDED and row[3] != 0
 
 
+def are_told_apart(rows: Rows) -> bool:
+    """Whether rows that count elements tell which axis splits which one's tiles: `2/c * 3/a/b` and `2/b * 3/a/c` have the same.
+
+    An axis within another's tiles has the period of that one, and splits as many positions as such a tile has.
+    """
+    found: dict[int, list[int]] = {}
+    for _, good, period, _ in filter(counts_elements, rows):
+        found.setdefault(period, []).append(good)
+    return all(len(group) < 3 or len(set(group)) == len(group) for group in found.values())
+
+
 def in_order(rows: Iterable[Row]) -> Rows:
     return tuple(sorted(rows, key=lambda row: row[0]))
 
@@ -47,19 +58,55 @@ def rows_without(rows: Rows, one: Row | None) -> Rows:
     return tuple(row for row in rows if row is not one)
 
 
-def is_of_digit(row: Row, digit: Digit, dims: Sequence[Sequence[Digit]]) -> bool:
-    """Whether places were added to this digit of some dims: of those that end there the one that begins at its stride, or the only one."""
-    if row[0] != ADDED or digit[0] * digit[1] != row[3]:
-        return False
-    ends = [one for dim in dims for one in dim if one[0] * one[1] == row[3]]
-    return digit[0] == row[2] or len(ends) == 1
+def digits_at(row: Row, dims: Sequence[Sequence[Digit]]) -> list[Digit]:
+    """The digits that end at the bound of a row of added places, or may be cut there."""
+    _, _, _, bound = row
+    positive = (one for dim in dims for one in dim if one[0] > 0 and one[0] != bound)
+    return [one for one in positive if bound % one[0] == 0 and one[0] * one[1] % bound == 0]
+
+
+def digit_of(row: Row, dims: Sequence[Sequence[Digit]]) -> Digit | None:
+    """The digit to which places were added: that alone which ends there, or of several the only one that begins at the row's stride."""
+    found = digits_at(row, dims) if row[0] == ADDED else []
+    if len(found) > 1:
+        found = [one for one in found if one[0] == row[2]]
+    return found[0] if len(found) == 1 and found[0][0] * found[0][1] == row[3] else None
+
+
+def is_told_apart(row: Row, before: Sequence[Sequence[Digit]], after: Sequence[Sequence[Digit]]) -> bool:
+    """Whether the digit of a row is alone there, before a change of digits and behind it, or they are the same there."""
+    was, now = (digits_at(row, dims) if row[0] == ADDED else [] for dims in (before, after))
+    return was == now or len(was) == len(now) == 1
+
+
+def rows_beside(rows: Rows, before: Sequence[Sequence[Digit]], after: Sequence[Sequence[Digit]]) -> Rows | None:
+    """Rows of digits that are not changed, where others are; a digit that is not the only one there is told by its stride. None where
+    nothing tells which one it is."""
+    found = []
+    for row in rows:
+        if not is_told_apart(row, before, after):
+            own = digit_of(row, before)
+            row = row if own is None else (row[0], row[1], own[0], row[3])
+            if own is None or digit_of(row, after) != own:
+                return None
+        found.append(row)
+    return in_order(found)
+
+
+def name_of_zeros(row: Row) -> str:
+    """The name under which is kept that the places of a row hold zeros: one of those that are added."""
+    return f"{ADDED}0" if row[0] == REPEATED else f"{ADDED}{row[1]}/{row[3]}"
+
+
+def are_added(row: Row) -> bool:
+    return row[0] in (ADDED, REPEATED)
 
 
 def added_to(rows: Rows, dims: Sequence[Sequence[Digit]], shape: Sequence[int], dim: int) -> Row | None:
     """That of places that were added behind those of a dim."""
     whole = prod(shape[dim:]), prod(shape)
     for row in rows:
-        if row[0] == REPEATED and row[2:] == whole and shape[dim] != 1 or dims[dim] and is_of_digit(row, dims[dim][0], dims):
+        if row[0] == REPEATED and row[2:] == whole and shape[dim] != 1 or dims[dim] and digit_of(row, dims) == dims[dim][0]:
             return row
     return None
 
