@@ -19,7 +19,7 @@ from meshc.proof.held import Held, Integer
 from meshc.proof.tile_cuts import place_tiles
 from meshc.proof.tile_moves import lengthen_dim
 from meshc.proof.tiles import END, Tiles, fuse_digits, major_digits, with_dim
-from meshc.proof.uneven import Row, in_order, row_of_axis, row_of_dim
+from meshc.proof.uneven import Row, are_told_apart, in_order, row_of_axis, row_of_dim
 
 if TYPE_CHECKING:
     from meshc.proof.evaluate import Evaluator
@@ -46,9 +46,10 @@ def keep_first(of: Evaluator, x: Tiles, index: Held | int) -> Tiles:
 
 
 def mask(of: Evaluator, x: Tiles, dim: int, count: Held | int, value: float) -> Tiles:
-    if x.root in of.known and (rows := _masked_rows(of, x, dim, count)) is not None:
+    rows = _masked_rows(of, x, dim, count) if x.root in of.known else None
+    if rows is not None and are_told_apart(uneven := in_order({*x.uneven, *rows})):
         padding = {**dict(x.padding), **{row[0]: float(value) for row in rows}}
-        return replace(x, padding=tuple(sorted(padding.items())), uneven=in_order({*x.uneven, *rows}))
+        return replace(x, padding=tuple(sorted(padding.items())), uneven=uneven)
     return elementwise(of, x, "mask", x.dims[dim], count, value)
 
 
@@ -71,8 +72,11 @@ def _masked_rows(of: Evaluator, x: Tiles, dim: int, count: Held | int) -> list[R
     pairs = zip(axes, extents, extents[1:], strict=False)
     uneven = [(axis, before) for axis, before, after in pairs if before != after * of.sizes[axis]]
     every = [*zip(axes, extents, strict=False)] if uneven else []
-    if own == fuse_digits([(0, extents[-1])]) and not any(axis in split for axis in axes):
-        found = [row_of_dim(axis, before, x.shape, dim) for axis, before in every]
+    beyond = [axis for axis, before in zip(axes, extents, strict=False) if before == 1]  # all tiles but the first are padding
+    if any(split.get(axis) == END and axis not in beyond for axis in axes):
+        return None
+    if own == fuse_digits([(0, extents[-1])]) and not any(split.get(axis, END) != END for axis in axes):
+        found = [row_of_axis(axis, 1) if axis in split else row_of_dim(axis, before, x.shape, dim) for axis, before in every]
         return found if all(row in found for row in x.uneven if row[0] in axes) else None
     if any(axis not in split for axis in axes):
         return None
