@@ -8,12 +8,13 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, is_integer, spmd
+from meshc.ops import sparsity as _sparsity  # noqa: F401 - registers its operators
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    spmd.shard, spmd.mask,
+    spmd.shard, spmd.mask, meshc.keep_largest.default,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.request import Request
+from meshc.plan.precision_lines import SparseLine
 from meshc.program.program import Port, Stage
 
 
@@ -49,6 +50,14 @@ class Joint:
         return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
 
 
+@dataclass(frozen=True)
+class SparseWeight:
+    """Groups of a weight: `line.m` consecutive entries along `dim`, of which products read the `line.n` largest."""
+
+    line: SparseLine
+    dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedModel(CompilationPhase):
     """
@@ -57,6 +66,7 @@ class TracedModel(CompilationPhase):
     dynamic      symbolic sizes that calls choose
     constraints  conditions on these sizes, as text
     precision    by parameter, the format of its products, where the plan has set one
+    sparsity     by parameter, its groups, where the plan has products read the largest of each
     """
 
     model: TorchGraph
@@ -64,6 +74,7 @@ class TracedModel(CompilationPhase):
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     precision: Mapping[str, str] = field(default_factory=dict)
+    sparsity: Mapping[str, SparseWeight] = field(default_factory=dict)
 
     def operators(self) -> Joint:
         """The operator graph, which exists from `differentiate` on."""

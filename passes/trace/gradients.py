@@ -1,4 +1,4 @@
-"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, norm, clipping.
+"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, decay, norm, clipping.
 
     g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 
@@ -35,6 +35,7 @@ from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.appender import Appender
+from meshc.passes.trace.refine_gradients import refine_gradient, sparse_weight_of
 from meshc.private import FakeTensorMode
 from meshc.program.program import Port
 
@@ -55,13 +56,24 @@ class Gradients:
         self.sums: dict[str, Node] = {}
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
-        """Gradients after hooks and accumulation, and the norm of all."""
+        """Gradients after hooks, accumulation and the decay of sparse lines, and the norm of all."""
         found = {name: self._through(name, self._accumulate(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
+        if not self.traced.request.adds:
+            found = {name: self._refine(name, node) for name, node in found.items()}
         before = len(self.add.made)
         total = self._norm(found)
         for node in self.add.made[before:]:
             set_reason(node, reason="the gradient norm")
         return found, total
+
+    def _refine(self, name: str, gradient: Node) -> Node:
+        weight = sparse_weight_of(self.traced, name)
+        if weight is None:
+            return gradient
+        before = len(self.add.made)
+        result = refine_gradient(self.add, weight, self.entered[key_of("parameter", name)], gradient)
+        self.mark(before, name)
+        return result
 
     def mark(self, before: int, name: str, reason: str = "") -> None:
         """Marks the nodes added since `before` as part of a parameter's update."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from torch.fx import Graph, Node
@@ -28,14 +27,11 @@ from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operat
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.weight_products import PRODUCTS, SUMMANDS, WeightProduct, WeightProducts, factors_of
-from meshc.plan.plan_faults import did_you_mean, refuse_faults
+from meshc.passes.trace.weight_products import PRODUCTS, SUMMANDS, WeightProduct, WeightProducts, factors_of, faults_of_unused
+from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.precision_lines import PrecisionLine
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
-
-KEPT: Final = {"head": "the model's output is made of it", "router": "it decides a choice"}
-
 
 def set_precision(traced: TracedModel) -> TracedModel:
     """Rewrites the products that the plan's precision lines cover, in place; `precision` says which. Raises PlanError for lines that fit
@@ -45,8 +41,10 @@ def set_precision(traced: TracedModel) -> TracedModel:
     joint = traced.operators()
     products = WeightProducts(joint)
     lines = captured_precisions(traced)
-    _refuse_unused(lines, [product.module for product in products.all])
-    chosen, notes = _choose(products, lines)
+    faults = faults_of_unused(lines, [product.module for product in products.all])
+    refuse_faults("the plan does not fit this model", list(faults.values()))
+    covered, notes = products.covered_by(lines, "precision")
+    chosen, misfits = _fitting(covered)
     operands: dict[Node, tuple[str, list[Role]]] = {}
     for product, name in chosen:
         operands[product.node] = name, _roles("activation", product.weight, "weight")
@@ -58,7 +56,7 @@ def set_precision(traced: TracedModel) -> TracedModel:
         write.replace(node, *operands[node])
     joint.graph.eliminate_dead_code()
     formats = {whole: name for product, name in chosen for whole in whole_names(traced.depth, product.parameter)}
-    return replace(traced.with_notes(*notes), precision=formats)
+    return replace(traced.with_notes(*notes, *misfits), precision=formats)
 
 
 def captured_precisions(traced: TracedModel) -> list[PrecisionLine]:
@@ -66,27 +64,13 @@ def captured_precisions(traced: TracedModel) -> list[PrecisionLine]:
     return list(captured_lines(traced.plan.precisions, traced.depth))
 
 
-def _refuse_unused(lines: Sequence[PrecisionLine], modules: Sequence[str]) -> None:
-    used = {line.where for line in lines if any(map(line.covers, modules))}  # a line may stand for several captured layers
-    there = ", ".join([*dict.fromkeys(modules)][:4]) or "no module"
-    faults = {
-        line.where: f"{line.where}: no product with a weight is in such a module{did_you_mean(line.pattern, modules)}; name modules as "
-        f"model.named_modules() does, with * for any text: products with a weight are in {there}, ..."
-        for line in lines
-        if line.where not in used
-    }
-    refuse_faults("the plan does not fit this model", list(faults.values()))
-
-
-def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[list[tuple[WeightProduct, str]], list[str]]:
-    """The products that are rewritten, each with its format, and notes on those that are covered and stay as they are."""
+def _fitting(
+    products: Sequence[tuple[WeightProduct, PrecisionLine]],
+) -> tuple[list[tuple[WeightProduct, str]], list[str]]:
+    """The products whose sizes fit their format, with it, and notes on the others."""
     chosen, notes = [], dict[str, None]()
-    for product in products.all:
-        line = next((line for line in reversed(lines) if line.covers(product.module)), None)
-        if line is None:
-            continue
-        use = "" if any(line.names(product.module) for line in lines) else products.use_of(product)
-        why = f"{KEPT[use]}, and no line names it" if use else _misfit(product, line.format)
+    for product, line in products:
+        why = _misfit(product, line.format)
         if why:
             notes[f"precision: {product.module or product.parameter} stays as it is: {why}"] = None
         else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch.fx import Node
@@ -13,20 +13,35 @@ from torch.fx import Node
 from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.schemas import RESHAPES
+from meshc.ops import expert_groups as _groups  # noqa: F401 - registers operators
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
+from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
+from meshc.ops import sparsity as _sparsity  # noqa: F401 - likewise
 from meshc.passes.phases.traced_model import Joint
+from meshc.plan.plan_faults import did_you_mean
+from meshc.plan.precision_lines import ProductLine
 from meshc.rules.families import operator_of
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
+Line = TypeVar("Line", bound=ProductLine)
 
+KEPT: Final = {"head": "the model's output is made of it", "router": "it decides a choice"}
+"""Products that a line covers only if one names their module, and why."""
 SAME: Final = (
     *RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default,
 )  # fmt: skip
 """Operators whose result has the elements of their operand."""
+WEIGHTED: Final = (*SAME, meshc.keep_largest.default)
+"""Operators of whose result a weight is still a weight."""
 SUMMANDS: Final = (aten.addmm.default, aten.baddbmm.default)
 """Products to which their first operand is added."""
 PRODUCTS: Final[Mapping[object, int]] = {aten.mm.default: 0, aten.bmm.default: 1, aten.addmm.default: 0, aten.baddbmm.default: 1}
 """Product of two matrices, or of a batch of pairs -> the number of dims of a batch."""
+ROUTED: Final[Mapping[object, int]] = dict.fromkeys(
+    (aten._grouped_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default, meshc.group_mm.default), 1
+)
+"""Likewise products of rows with matrices [experts, k, n], of which each row has one."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +72,66 @@ def factors_of(node: Node) -> tuple[Node, Node]:
 
 
 def base_of(node: Node) -> Node:
-    """The value before casts and changes of layout."""
-    while node.target in SAME:
+    """The value before casts, changes of layout and masks."""
+    while node.target in WEIGHTED:
         (node, *_) = node.all_input_nodes
     return node
 
 
-class WeightProducts:
-    """The products of a joint graph with a weight, in the order of forward."""
+def chain_of(node: Node) -> tuple[Node, list[Node]]:
+    """(the value before casts and changes of layout, these in order)."""
+    chain = list[Node]()
+    while node.target in SAME:
+        chain.append(node)
+        (node, *_) = node.all_input_nodes
+    return node, chain[::-1]
 
-    def __init__(self, joint: Joint) -> None:
-        self.graph = joint.graph
+
+def faults_of_unused(lines: Sequence[ProductLine], modules: Sequence[str]) -> dict[str, str]:
+    """Messages, by place, about lines that cover no product. `modules`: those of all products with a weight."""
+    used = {line.where for line in lines if any(map(line.covers, modules))}  # a line may stand for several captured layers
+    there = ", ".join([*dict.fromkeys(modules)][:4]) or "no module"
+    return {
+        line.where: f"{line.where}: no product with a weight is in such a module{did_you_mean(line.pattern, modules)}; name modules as "
+        f"model.named_modules() does, with * for any text: products with a weight are in {there}, ..."
+        for line in lines
+        if line.where not in used
+    }
+
+
+class WeightProducts:
+    """The products of a joint graph with a weight, in the order of forward. `kinds`: PRODUCTS, or more than these."""
+
+    def __init__(self, joint: Joint, kinds: Mapping[object, int] = PRODUCTS) -> None:
+        self.graph, self.kinds = joint.graph, kinds
         self.parameters = {node: name_of(key) for key, node in joint.placeholders().items() if is_a(key, "parameter")}
         self.outputs = {node for port, node in zip(joint.outputs, joint.results(), strict=True) if port.kind == "output"}
         self.all = [*self._find()]
 
     def _find(self) -> Iterator[WeightProduct]:
         for node in self.graph.nodes:
-            if node.target not in PRODUCTS or record(node).phase != "forward":
+            if node.target not in self.kinds or record(node).phase != "forward":
                 continue
             left, right = map(base_of, factors_of(node))
             names = [self.parameters.get(left), self.parameters.get(right)]
             if names.count(None) == 1:
                 weight = 0 if names[1] is None else 1
                 yield WeightProduct(node, weight, names[weight] or "", (left, right))
+
+    def covered_by(self, lines: Sequence[Line], kind: str) -> tuple[list[tuple[WeightProduct, Line]], list[str]]:
+        """The products that lines of a kind cover, each with the line that counts, and notes on those that stay as they are: a head and a
+        router, unless a line names them."""
+        found, notes = list[tuple[WeightProduct, Line]](), dict[str, None]()
+        for product in self.all:
+            line = next((line for line in reversed(lines) if line.covers(product.module)), None)
+            if line is None:
+                continue
+            use = "" if any(line.names(product.module) for line in lines) else self.use_of(product)
+            if use:
+                notes[f"{kind}: {product.module or product.parameter} stays as it is: {KEPT[use]}, and no line names it"] = None
+            else:
+                found.append((product, line))
+        return found, list(notes)
 
     def backward_of(self, product: WeightProduct) -> Iterator[tuple[Node, int, str]]:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
@@ -93,7 +144,7 @@ class WeightProducts:
         """Products of backward by their module and the base of a factor that is a value of forward."""
         found: dict[tuple[str, Node], list[Node]] = {}
         for node in self.graph.nodes:
-            if node.target in PRODUCTS and record(node).phase == "backward":
+            if node.target in self.kinds and record(node).phase == "backward":
                 for base in {base_of(one) for one in factors_of(node)}:
                     if base.op == "placeholder" or records(value_of(base)[0])[0].phase == "forward":
                         found.setdefault((record(node).source.module, base), []).append(node)

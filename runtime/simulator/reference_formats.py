@@ -1,4 +1,4 @@
-"""Mode in which a model on one device computes products in few bits, as the precision lines of a plan say.
+"""Mode in which a model on one device computes products as the precision and sparse lines of a plan say.
 
 Knows nothing of graphs: the operands of each product that torch runs, in forward and in backward, are found by their memory. A product that
 reads a weight with a format is one of forward, or of the gradient with the weight; one that reads what such a product of forward read
@@ -17,20 +17,25 @@ from meshc.ir.formats import BF16, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Keywords
 from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 from meshc.private import OpOverload, TorchDispatchMode
+from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.state.stored_tensor import memory_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
 PLAIN: Final = (aten.mm.default, aten.bmm.default)
 ADDED: Final = (aten.addmm.default, aten.baddbmm.default)
+GROUPED: Final = (aten._grouped_mm.default,)
 COPIES: Final = (aten._to_copy.default, aten.clone.default)
 
 
 class FewBits(TorchDispatchMode):
-    """`formats`: by the name of a parameter of `module`, the format of its products."""
+    """`formats`: by the name of a parameter of `module`, the format of its products. `masks`: of its weights."""
 
-    def __init__(self, module: nn.Module, formats: Mapping[str, str]) -> None:
+    def __init__(self, module: nn.Module, formats: Mapping[str, str], masks: ReferenceMasks | None = None) -> None:
         super().__init__()
+        self.masks = masks
+        if masks is not None:
+            masks.begin()
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.weights = {memory_of(parameters[name]): formats[name] for name in formats}
         self.read: dict[int, str] = {}
@@ -41,10 +46,12 @@ class FewBits(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Keywords | None = None) -> object:
         if func in PLAIN:
             made = self._product(args[0], args[1])
-            return func(*args) if made is None else made
-        if func in ADDED and not kwargs:
-            made = self._product(args[1], args[2])
-            return func(*args) if made is None else args[0] + made
+            return func(*self._mask_weights(args)) if made is None else made
+        if func in ADDED:
+            made = None if kwargs else self._product(args[1], args[2])
+            return func(args[0], *self._mask_weights(args[1:]), **(kwargs or {})) if made is None else args[0] + made
+        if func in GROUPED:
+            args = (*self._mask_weights(args[:2]), *args[2:])
         made = func(*args, **(kwargs or {}))
         if func in COPIES:
             assert isinstance(made, Tensor)
@@ -52,13 +59,22 @@ class FewBits(TorchDispatchMode):
                 if memory_of(args[0]) in known:
                     known[memory_of(made)] = known[memory_of(args[0])]
                     self.held.append(made)
+            if self.masks is not None:
+                self.masks.follow(args[0], made)
         return made
+
+    def _mask_weights(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The two factors of a product, weights as far as it reads them."""
+        a, b = factors
+        if self.masks is None:
+            return a, b
+        return self.masks.mask_factor(a, -1, _in_backward()), self.masks.mask_factor(b, -2, _in_backward())
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor | None:
         """The product in the format of the weight that it is about; None if there is none."""
         factors = (a, b)
         weights = [self.weights.get(memory_of(one)) for one in factors]
-        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        backward = _in_backward()
         if weights.count(None) == 1:
             place = 0 if weights[1] is None else 1
             name, other = weights[place], factors[1 - place]
@@ -66,7 +82,7 @@ class FewBits(TorchDispatchMode):
             if not backward:
                 self.read[memory_of(other)] = name
                 self.held.append(other)
-            return multiply(a, b, name, _roles("weight", place, "gradient" if backward else "activation"))
+            return multiply(*self._mask_weights(factors), name, _roles("weight", place, "gradient" if backward else "activation"))
         values = [self.read.get(memory_of(one)) for one in factors]
         if backward and weights == [None, None] and values.count(None) == 1:
             place = 0 if values[1] is None else 1
@@ -76,6 +92,10 @@ class FewBits(TorchDispatchMode):
                 return None
             return multiply(a, b, name, _roles("activation", place, "gradient"))
         return None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:
