@@ -1,7 +1,8 @@
-"""Operators of sparse weights: the largest of each group, and gradients that draw the others towards zero.
+"""Operators of sparse weights: the largest of each group, which these are, and gradients that draw the others towards zero.
 
     kept = meshc.keep_largest(w [.., m, ..], 2, 1)                       of each m entries along dim 1 the 2 largest; zero for the others
     grad = meshc.refine_gradient(grad, w [.., m, ..], 2, 1, 2e-4)        grad + 2e-4 * (w - kept)
+    mask = meshc.is_largest(w [.., m, ..], 2, 1)                         which are kept
 
 Of entries of one magnitude the first are kept. NaN is kept, beside the others, so that it is not lost.
 """
@@ -46,3 +47,9 @@ def _check_refined(gradient: Tensor, x: Tensor, n: int, dim: int) -> None:
 def refine_gradient(gradient: Tensor, x: Tensor, n: int, dim: int, decay: float) -> Tensor:
     """Of x's shape: the gradient, plus `decay` times each entry of x that `keep_largest` does not keep."""
     return gradient + decay * torch.where(is_among_largest(x, n, dim), 0.0, x)
+
+
+@operator("is_largest", lambda x: torch.empty(x.shape, dtype=torch.bool, device=x.device), _check_group)
+def is_largest(x: Tensor, n: int, dim: int) -> Tensor:
+    """bool of x's shape: whether `keep_largest` keeps an entry."""
+    return is_among_largest(x, n, dim)

@@ -3,6 +3,7 @@
     precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`); `bf16` too
     sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
     sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
+    sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
 """
 
 from __future__ import annotations
@@ -58,14 +59,17 @@ class SparseLine(ProductLine):
     """Products that read n of each m consecutive weights along the dim that is summed over, the largest in magnitude.
 
     decay  times a weight that is not read is added to its gradient
+    fixed  weights that are not read have no gradient, and are zero from the first step on
     """
 
     n: int
     m: int
     decay: float = DECAY
+    fixed: bool = False
 
     def __str__(self) -> str:
-        return f"sparse {self.pattern}: {self.n}:{self.m}" + f", decay {self.decay!r}" * (self.decay != DECAY)
+        more = ", fixed" if self.fixed else f", decay {self.decay!r}" if self.decay != DECAY else ""
+        return f"sparse {self.pattern}: {self.n}:{self.m}{more}"
 
 
 def read_precision_line(line: Line) -> PrecisionLine:
@@ -90,15 +94,17 @@ def read_sparse_line(line: Line) -> SparseLine:
     n, m = map(int, written.split(":"))
     if not 0 < n < m <= MOST_IN_GROUP:
         line.fail(f"{n}:{m} leaves {n} of {m} weights: from 1 to {MOST_IN_GROUP - 1} are left of more, {MOST_IN_GROUP} at most", start)
-    decay = DECAY
+    decay, fixed = DECAY, False
     if line.accept(","):
         start = line.at
         if line.accept(r"every\b") is not None:
-            line.fail("masks are made anew in every step, which needs no word; there is no other period", start)
-        line.expect(r"decay\b", "behind the comma stands `decay NUMBER`, which draws weights that are not read towards zero")
-        start = line.at
-        decay = float(line.expect(NUMBER, f"a decay is a number from 0 on, such as {DECAY!r}"))
-        if decay == float("inf"):
-            line.fail("this number is too large", start)
-    line.expect_end("a sparse line ends after its decay")
-    return SparseLine(pattern, n, m, decay)
+            line.fail("masks are made anew in every step, which needs no word, or are `fixed`; there is no other period", start)
+        fixed = line.accept(r"fixed\b") is not None
+        if not fixed:
+            line.expect(r"decay\b", "behind the comma stands `decay NUMBER`, or `fixed`: what weights do that are not read")
+            start = line.at
+            decay = float(line.expect(NUMBER, f"a decay is a number from 0 on, such as {DECAY!r}"))
+            if decay == float("inf"):
+                line.fail("this number is too large", start)
+    line.expect_end("a sparse line ends after `decay NUMBER` or `fixed`")
+    return SparseLine(pattern, n, m, decay, fixed)

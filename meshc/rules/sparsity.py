@@ -19,12 +19,12 @@ def _keep_largest(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters,), (letters,), whole=whole, kind="layout", settles=True, shrinks=True)
 
 
-def _refine_gradient(node: Node, tensors: list[Node]) -> Rule:
+def _of_groups(node: Node, tensors: list[Node]) -> Rule:
     letters = letters_of(tensors[0])
-    return Rule((letters, letters), (letters,), whole={letters[named_arguments(node)["dim"]]}, kind="update")
+    return Rule((letters,) * len(tensors), (letters,), whole={letters[named_arguments(node)["dim"]]}, kind="update")
 
 
 OPERATORS = declarations({
     "meshc.keep_largest": Operator(_keep_largest, cheap=True),
-    "meshc.refine_gradient": Operator(_refine_gradient, cheap=True),
+    "meshc.refine_gradient meshc.is_largest": Operator(_of_groups, cheap=True),
 })

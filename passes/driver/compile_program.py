@@ -294,7 +294,7 @@ def specialise_backward(program: PlainProgram, left: LoweredProgram, received: C
 def finish(lowered: LoweredProgram) -> PlainProgram:
     """The program of the last phase, with its notes and metadata."""
     request, placed = lowered.request, lowered.placed
-    model = lowered.model
+    model, sparsity = lowered.model, placed.traced.sparsity
     return replace(
         lowered.as_program(),
         notes=[*lowered.notes, *_unsavable_notes(lowered)],
@@ -305,6 +305,7 @@ def finish(lowered: LoweredProgram) -> PlainProgram:
             "inputs": request.inputs, "outputs": request.outputs,
             "work": [row.plain() for row in axis_flops.with_divided(axis_flops.account(placed), lowered.divided)],
             **({"batch_mix": request.batch_mix} if lowered.parts is not None else {}),
+            **({"sparse": {name: one.plain() for name, one in sorted(sparsity.items())}} if sparsity else {}),
             **_pipeline_info(lowered),
         },
     )  # fmt: skip

@@ -57,6 +57,10 @@ class SparseWeight:
     line: SparseLine
     dim: int
 
+    def plain(self) -> list[int]:
+        """n, m and dim, as a program has them beside its text."""
+        return [self.line.n, self.line.m, self.dim]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel(CompilationPhase):

@@ -34,7 +34,7 @@ from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.count_experts import LAYOUT, Beside
 from meshc.passes.trace.gradients import Gradients, group_of
-from meshc.passes.trace.refine_gradients import refine_gradient, sparse_weight_of
+from meshc.passes.trace.refine_gradients import SparseGradients
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -97,6 +97,9 @@ def append_update(traced: TracedModel) -> TracedModel:
             kept.append((Port("state", f"{name}/{slot.name}", record(value).shape, slot.dtype, of=name), value))
         found.mark(before, name)
     _refuse_unwritten(unwritten)
+    for place, (port, node) in enumerate(kept):
+        if port.kind == "parameter" and port.name not in unwritten:
+            kept[place] = port, found.fix_weight(port.name, node)
     noted = traced.with_notes(*_foreign_parameter_notes(spec, gradients, modules, traced), *_without_masters(spec))
     return _with_results(noted, joint, inputs, kept, found)
 
@@ -105,12 +108,12 @@ def _refine_results(traced: TracedModel) -> TracedModel:
     """The phase with the decay of sparse lines in the gradients that the program returns."""
     joint, entered = traced.operators(), traced.operators().placeholders()
     add = Appender(joint.graph, "update" if traced.request.train else "backward")
-    results, updates = list[Node](), dict(joint.updates)
+    results, updates, sparse = list[Node](), dict(joint.updates), SparseGradients(add, traced)
     for port, node in zip(joint.outputs, joint.results(), strict=True):
-        weight = sparse_weight_of(traced, port.name) if port.kind == "gradient" else None
-        if weight is not None:
+        parameter = entered.get(key_of("parameter", port.name))
+        if port.kind == "gradient" and parameter is not None:
             before = len(add.made)
-            node = refine_gradient(add, weight, entered[key_of("parameter", port.name)], node)
+            node = sparse.refine(port.name, parameter, node)
             updates |= dict.fromkeys(add.made[before:], port.name)
         results.append(node)
     set_results(joint.graph, results)

@@ -35,7 +35,7 @@ from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.appender import Appender
-from meshc.passes.trace.refine_gradients import refine_gradient, sparse_weight_of
+from meshc.passes.trace.refine_gradients import SparseGradients
 from meshc.private import FakeTensorMode
 from meshc.program.program import Port
 
@@ -54,6 +54,7 @@ class Gradients:
         self.updates: dict[Node, str] = {}
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
+        self.sparse = SparseGradients(add, traced)
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
         """Gradients after hooks, accumulation and the decay of sparse lines, and the norm of all."""
@@ -67,11 +68,15 @@ class Gradients:
         return found, total
 
     def _refine(self, name: str, gradient: Node) -> Node:
-        weight = sparse_weight_of(self.traced, name)
-        if weight is None:
-            return gradient
         before = len(self.add.made)
-        result = refine_gradient(self.add, weight, self.entered[key_of("parameter", name)], gradient)
+        result = self.sparse.refine(name, self.entered[key_of("parameter", name)], gradient)
+        self.mark(before, name)
+        return result
+
+    def fix_weight(self, name: str, new: Node) -> Node:
+        """An updated parameter as its sparse line has it; behind all updates, which run as one."""
+        before = len(self.add.made)
+        result = self.sparse.fix_weight(name, new)
         self.mark(before, name)
         return result
 

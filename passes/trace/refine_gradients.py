@@ -1,11 +1,12 @@
-"""Decay of weights that products do not read under a sparse line (SR-STE): a term of the gradient.
+"""Gradients of weights that products do not read under a sparse line: with a decay (SR-STE), or none where masks are fixed.
 
     grad_w                becomes           g = reshape(grad_w, [o, k / 4, 4]);  v = reshape(w, [o, k / 4, 4])
                                             grad_w = reshape(meshc.refine_gradient(g, v, 2, 2, 2e-4), [o, k])
 
 Added once to the whole gradient of a step, behind hooks and sums over calls, ahead of the norm and of clipping: what is clipped is the
-gradient that the optimizer gets. Source: equation 9 of Zhou et al. 2021 (arXiv 2102.04010), whose authors too add it in backward
-(NM-sparsity/NM-sparsity, devkit/sparse_ops/sparse_ops.py).
+gradient that the optimizer gets. Under `fixed` the gradient is masked instead, and so is what an update makes of the weight. Source:
+equation 9 of Zhou et al. 2021 (arXiv 2102.04010), whose authors too add it in backward (NM-sparsity/NM-sparsity,
+devkit/sparse_ops/sparse_ops.py).
 """
 
 from __future__ import annotations
@@ -28,16 +29,33 @@ def sparse_weight_of(traced: TracedModel, name: str) -> SparseWeight | None:
     return next((traced.sparsity[whole] for whole in whole_names(traced.depth, name) if whole in traced.sparsity), None)
 
 
-def refine_gradient(add: Appender, weight: SparseWeight, parameter: Node, gradient: Node) -> Node:
-    """The gradient with the decay of its line."""
-    if not weight.line.decay:
-        return gradient
-    before, shape = len(add.made), record(parameter).shape
-    dim, line = weight.dim, weight.line
-    groups = [*shape[:dim], shape[dim] // line.m, line.m, *shape[dim + 1 :]]
-    pair = (add.call(aten.reshape.default, value, groups) for value in (gradient, parameter))
-    refined = add.call(meshc.refine_gradient.default, *pair, line.n, dim + 1, line.decay)
-    made = add.call(aten.reshape.default, refined, list(shape))
-    for node in add.made[before:]:
-        set_reason(node, reason=f"the decay of `{line}`")
-    return made
+class SparseGradients:
+    """Writes into the graph of `add`. `masks`: by parameter whose mask is fixed, which of its entries products read; the gradient is made
+    of it, so that it is made of the parameter's old value wherever an update writes in place."""
+
+    def __init__(self, add: Appender, traced: TracedModel) -> None:
+        self.add, self.traced = add, traced
+        self.masks: dict[str, Node] = {}
+
+    def refine(self, name: str, parameter: Node, gradient: Node) -> Node:
+        """The gradient with the decay of its parameter's line, or masked."""
+        weight = sparse_weight_of(self.traced, name)
+        if weight is None or not (weight.line.fixed or weight.line.decay):
+            return gradient
+        before, (line, dim), shape = len(self.add.made), (weight.line, weight.dim), record(parameter).shape
+        groups = [*shape[:dim], shape[dim] // line.m, line.m, *shape[dim + 1 :]]
+        apart = [self.add.call(aten.reshape.default, value, groups) for value in ([parameter] if line.fixed else [gradient, parameter])]
+        if line.fixed:
+            mask = self.add.call(meshc.is_largest.default, *apart, line.n, dim + 1)
+            self.masks[name] = self.add.call(aten.reshape.default, mask, list(shape))
+            made = self.add.call(aten.where.ScalarOther, self.masks[name], gradient, 0.0)
+        else:
+            refined = self.add.call(meshc.refine_gradient.default, *apart, line.n, dim + 1, line.decay)
+            made = self.add.call(aten.reshape.default, refined, list(shape))
+        for node in self.add.made[before:]:
+            set_reason(node, reason=f"`{line}`")
+        return made
+
+    def fix_weight(self, name: str, new: Node) -> Node:
+        """An updated parameter, with zeros where a fixed mask has them."""
+        return self.add.call(aten.where.ScalarOther, self.masks[name], new, 0.0) if name in self.masks else new

@@ -312,13 +312,19 @@ class Reference:
             stack.enter_context(synced_norms())
             stack.enter_context(RetainedGraphs())
             if self.formats or self.masks is not None:
+                torch.clear_autocast_cache()  # copies of weights that a run before has made are not known in this one
                 stack.enter_context(FewBits(self.module, self.formats, self.masks))
             yield
 
     def refine_gradients(self) -> None:
-        """Adds the decay of sparse lines to the gradients."""
+        """Makes the gradients those of sparse lines."""
         if self.masks is not None:
             self.masks.refine_gradients()
+
+    def fix_weights(self) -> None:
+        """Makes updated weights those of sparse lines with fixed masks."""
+        if self.masks is not None:
+            self.masks.fix_weights()
 
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
@@ -415,6 +421,7 @@ def compare_steps(
         norm = clip_(reference.module, clip)
         for member in members:
             member.step()
+        reference.fix_weights()
         keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")

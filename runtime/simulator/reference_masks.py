@@ -82,8 +82,16 @@ class ReferenceMasks:
         return self.kept[name]
 
     def refine_gradients(self) -> None:
-        """Adds to each gradient the decay of the entries that are not read."""
+        """Adds to each gradient the decay of the entries that are not read; under `fixed` these have none."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and name in self.kept:
-                left = torch.where(self.kept[name].view(parameter.shape), 0.0, parameter.detach())
-                parameter.grad = parameter.grad + self.lines[name].decay * left
+                line, kept = self.lines[name], self.kept[name].view(parameter.shape)
+                left = torch.where(kept, 0.0, parameter.detach())
+                parameter.grad = torch.where(kept, parameter.grad, 0.0) if line.fixed else parameter.grad + line.decay * left
+
+    def fix_weights(self) -> None:
+        """Sets what no product of the last forward has read to zero, in weights that an update has written under `fixed`."""
+        for name, parameter in self.parameters.items():
+            if self.lines[name].fixed and parameter.grad is not None and name in self.kept:
+                with torch.no_grad():
+                    parameter.masked_fill_(~self.kept[name].view(parameter.shape), 0.0)

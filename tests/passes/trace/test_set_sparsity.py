@@ -17,6 +17,7 @@ from torch.fx import Node
 import meshc
 from meshc.errors import PlanError, VerifyError
 from meshc.ir import record, records
+from meshc.optimizer.optimizer import numbers
 from meshc.passes.trace import set_sparsity
 from meshc.plan.precision_lines import SparseLine
 from meshc.proof.program_proof import prove
@@ -94,6 +95,52 @@ def test_a_mask_comes_before_what_is_rounded(mesh: str) -> None:
 @pytest.mark.parametrize("ask", [{"microbatches": 3}, {"microbatches": 3, "batch_mix": "mean_of_parts"}, {"clip_grad_norm": 0.1}], ids=str)
 def test_the_decay_is_added_once_ahead_of_clipping(ask: dict[str, Any]) -> None:
     assert meshc.verify(step("dp_shard=2", f"{LINE}, decay 0.5", **ask)).worst < 1e-12
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "pp=2,dp=2", "dp=3"])
+def test_weights_that_are_not_read_are_zero_from_the_first_step_on(mesh: str) -> None:
+    program = step(mesh, "sparse layers.*: 2:4, fixed\nsparse layers.1.up: 2:4", clip_grad_norm=0.5)
+    assert meshc.verify(program).worst < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weights_that_come_sparse_keep_their_zeros(optimizer: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 8)
+    layer.weight.data *= largest(layer.weight)
+    before, made = layer.weight.detach().clone(), layer.weight.detach().clone()
+    chosen = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]([*layer.parameters()], lr=0.1, weight_decay=0.1)
+    train = meshc.TrainStep(nn.Sequential(layer, nn.Linear(8, 4)), optimizer=chosen, loss=F.mse_loss)
+    args = (torch.randn(6, 24),)
+    program = meshc.compile(train, meshc.Mesh("dp=2"), args=args, kwargs={"target": torch.randn(6, 4)}, plan="sparse 0: 2:4, fixed")
+    assert meshc.verify(program).worst < 1e-12
+    last = nn.Linear(8, 4)
+    values = {"parameter:0.weight": made, "parameter:0.bias": layer.bias.detach()}
+    values |= {"input:input": args[0], "input:target": torch.randn(6, 4)}
+    values |= {"parameter:1.weight": last.weight.detach(), "parameter:1.bias": last.bias.detach()}
+    rows = numbers(chosen)
+    for port in program.compiled.inputs:
+        if port.kind == "number":
+            group, _, name = port.name.partition(".")
+            values[port.key] = torch.tensor(rows[int(group)][name], dtype=torch.float64)
+        elif port.kind == "state":
+            values[port.key] = torch.zeros(port.shape, dtype=port.dtype)
+    for _ in range(2):
+        values |= {key: value for key, value in simulate(program.compiled, values).items() if key in values}
+    after = values["parameter:0.weight"]
+    assert torch.equal(after != 0, before != 0) and not torch.equal(after, before)
+
+
+def test_masks_are_made_ahead_of_casts() -> None:
+    """In float32 under autocast, where verification runs the model twice on casts that torch would keep."""
+    torch.manual_seed(0)
+    model, (args, target) = Stack(), inputs()
+    train = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=F.mse_loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = meshc.compile(train, meshc.Mesh("dp_shard=2"), args=args, kwargs={"target": target}, plan=LINE)
+        assert meshc.verify(program, dtype=torch.float32).ok
+    traced = program.lowered.joint.graph
+    assert {records(node)[0].dtype for node in traced.nodes if node.target is ours.keep_largest.default} == {torch.float32}
 
 
 def test_a_hook_comes_before_the_decay() -> None:
@@ -255,9 +302,10 @@ def test_a_weight_has_one_mask() -> None:
         ("sparse layers.*: 0:4", "0:4 leaves 0 of 4 weights"),
         ("sparse layers.*: half", "how many weights are left of how many belongs here: `2:4`"),
         ("sparse layers.*", "then comes a colon, and how many weights are left of how many"),
-        ("sparse layers.*: 2:4, every 10", "masks are made anew in every step, which needs no word; there is no other period"),
+        ("sparse layers.*: 2:4, every 10", "masks are made anew in every step, which needs no word, or are `fixed`; there is no other"),
         ("sparse layers.*: 2:4, decay -1", "a decay is a number from 0 on"),
-        ("sparse layers.*: 2:4 decay 1", "a sparse line ends after its decay"),
+        ("sparse layers.*: 2:4 decay 1", "a sparse line ends after `decay NUMBER` or `fixed`"),
+        ("sparse layers.*: 2:4, static", "behind the comma stands `decay NUMBER`, or `fixed`"),
     ],
 )
 def test_what_does_not_fit_is_refused(line: str, said: str) -> None:
@@ -266,7 +314,7 @@ def test_what_does_not_fit_is_refused(line: str, said: str) -> None:
 
 
 def test_a_line_is_read_as_it_is_printed() -> None:
-    text = "dp: batch\nsparse layers.*: 2:4\nsparse layers.1: 1:8, decay 0.001\nsparse head: 2:4, decay 0.0"
+    text = "dp: batch\nsparse layers.*: 2:4\nsparse layers.1: 1:8, decay 0.001\nsparse head: 2:4, decay 0.0\nsparse *: 2:4, fixed"
     plan = meshc.Plan(text)
     assert str(plan) == text and meshc.Plan(str(plan)) == plan
     assert meshc.Plan({"dp": "batch", "sparse": ["a.*: 2 : 4"]}).sparsities == (SparseLine("a.*", 2, 4),)
