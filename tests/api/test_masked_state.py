@@ -55,3 +55,20 @@ def test_a_part_is_not_masked(mesh: DeviceMesh) -> None:
 def test_groups_that_are_none_are_refused(groups: object) -> None:
     assert [*faults_of_info({"sparse": {"w": [2, 4, 1]}}, ())] == []
     assert "sparse is" in [*faults_of_info({"sparse": {"w": groups}}, ())][0]
+
+
+def test_the_decay_is_added_once_to_gradients_of_several_calls(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False)
+    first, rows, target = layer.weight.detach().clone(), torch.randn(2, 6, 8), torch.randn(2, 6, 4)
+    step = meshc.TrainStep(nn.Sequential(layer), optimizer=torch.optim.SGD(layer.parameters(), lr=0.5), loss=F.mse_loss)
+    options = meshc.Options(training=meshc.Training(accumulate=True))
+    program = meshc.compile(step, mesh, plan="sparse 0: 2:4, decay 0.25", options=options)
+    program.accumulate(rows[0], target=target[0])
+    program(rows[1], target=target[1])
+    masked = torch.ops.meshc.keep_largest(first.unflatten(1, (-1, 4)), 2, 2).flatten(1)
+    read = masked.clone().requires_grad_()
+    (F.mse_loss(rows[0] @ read.t(), target[0]) + F.mse_loss(rows[1] @ read.t(), target[1])).backward()
+    assert read.grad is not None
+    expected = first - 0.5 * (read.grad + 0.25 * (first - masked))
+    torch.testing.assert_close(program.state_dict(full=True)["model"]["0.weight"], expected)
