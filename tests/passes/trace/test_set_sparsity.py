@@ -157,6 +157,13 @@ def test_modules_read_masked_weights_and_return_gradients_with_their_decay(grad:
         assert meshc.verify(program).worst < 1e-12
 
 
+@pytest.mark.parametrize("check", ["1", "values"])
+def test_passes_behind_the_line_are_verified_by_what_it_says(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHC_VERIFY", check)
+    meshc.compile(Stack(), meshc.Mesh("dp_shard=2"), args=inputs()[0], plan=f"{LINE}\nprecision layers.1: bf16")
+    step("dp_shard=2", f"{LINE}, fixed", layers=1)
+
+
 def test_depth_is_one_layer_many_times() -> None:
     program = step("dp_shard=2", f"{LINE}\nsparse layers.1: 1:4", layers=6)
     found = program.lowered.placed.traced.sparsity
