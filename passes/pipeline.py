@@ -64,6 +64,11 @@ FOLD: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
 TRACE: Final = (*OPERATORS, *FOLD)
 """The result does not depend on the optimizer: several programs may be compiled from it."""
 
+SPARSITY: Final[Pass[TracedModel, TracedModel]] = _pass(
+    "sparsity", "trace.set_sparsity:set_sparsity",
+    "behind the trace, as precision is; before it, so that what is rounded is what a mask has left",
+    when=lambda traced: bool(traced.plan.sparsities),
+)
 PRECISION: Final[Pass[TracedModel, TracedModel]] = _pass(
     "precision", "trace.set_precision:set_precision",
     "behind the trace, which is the same for all plans; before factorize, so that scales are sharded like any value",
@@ -73,7 +78,7 @@ UPDATE: Final[Pass[TracedModel, TracedModel]] = _pass(
     "update", "trace.append_update:append_update",
     "on the global view, so that norms and updates shard by the same rules as the model",
 )
-COMPLETED: Final = (PRECISION, UPDATE)
+COMPLETED: Final = (SPARSITY, PRECISION, UPDATE)
 """Passes from the trace of a model to all that one device would compute."""
 
 FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = _pass("factorize", "place.find_factors:find_factors")

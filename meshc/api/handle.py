@@ -13,6 +13,7 @@ from torch import nn
 from meshc.api import batch_parts, generating, submodule_calls, trainer
 from meshc.api.compilations import AdmittedCall, Compilations
 from meshc.api.compile_arguments import CompileArguments
+from meshc.api.masked_state import mask_state
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
@@ -448,10 +449,14 @@ class Program:
             raise StateError("this program has no state yet: it needs a process group, and a first call or example inputs")
         return self.compilations.store
 
-    def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """Model and optimizer by name, seed and step, as DTensors; with `full`, whole CPU tensors on rank 0."""
+    def state_dict(self, full: bool = False, masked: bool = False) -> dict[str, Any]:
+        """Model and optimizer by name, seed and step, as DTensors; with `full`, whole CPU tensors on rank 0; with `masked` too, weights
+        under sparse lines have zeros where products do not read them (docs/sparsity.md)."""
+        if masked and not full:
+            raise StateError("state_dict(masked=True) is of whole tensors\n  what to do: state_dict(full=True, masked=True)")
         with self.world.together("state_dict"):
-            return self.store.state_dict(full)
+            state, program = self.store.state_dict(full), self.general
+        return mask_state(state, program.info.get("sparse", {})) if masked else state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         with self.world.together("load_state_dict"):

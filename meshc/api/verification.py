@@ -40,7 +40,9 @@ from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
+from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
     dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
              has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why.
-             The default under precision lines: roundings of float32 decide what an 8-bit number is rounded to, by which results differ
+             The default under precision and sparse lines: roundings of float32 decide what an 8-bit number is rounded to, and which of
+             two weights is larger, by which results differ
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -66,7 +69,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    if dtype is None and _formats(program):
+    if dtype is None and (_formats(program) or program.lowered.placed.traced.sparsity):
         dtype = torch.float64
     store, world = program.compilations.store, program.world
     if store is None:
@@ -178,9 +181,11 @@ def reference_of(
     formats = _formats(program)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
+    lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     return verification.Reference(
-        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats
-    )
+        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats,
+        ReferenceMasks(twin, lines) if lines else None,
+    )  # fmt: skip
 
 
 def _formats(program: Program) -> Mapping[str, Format]:
@@ -268,7 +273,7 @@ def _raise_if_wrong(
         return
     values = verification.input_values(compiled, reference, 0)
     values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
-    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, parts)
+    first = first_wrong(compiled, graph, values, report.tolerance * 10, parts)
     raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
 
 

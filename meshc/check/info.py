@@ -10,6 +10,10 @@ from typing import Final, TypeGuard
 
 from meshc.ir import bounds
 from meshc.optimizer.spec import KEPT, RELATIONS
+from meshc.plan.precision_lines import MOST_IN_GROUP
+
+MOST_DIMS: Final = 64
+"""Of a tensor of torch."""
 
 
 def faults_of_info(info: Mapping[str, object], axes: Collection[str]) -> Iterator[str]:
@@ -52,6 +56,14 @@ def _is_guard(value: object) -> bool:
     return type(group) is int and _is_text(name) and relation in ("is", *RELATIONS) and _is_number(constant)
 
 
+def _is_group(value: object) -> bool:
+    """Whether `value` is n, m and the dim of a weight's groups."""
+    if not isinstance(value, list) or len(value) != 3 or not all(type(each) is int for each in value):
+        return False
+    n, m, dim = value
+    return 0 < n < m <= MOST_IN_GROUP and 0 <= dim < MOST_DIMS
+
+
 def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(kind, value))
 
@@ -80,5 +92,6 @@ _ENTRIES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "accumulate": (lambda value: type(value) is bool, "true or false"),
     "experts": (_by_name(lambda value: _is_number(value) or _is_text(value)), "numbers and words by name"),
     "output_paths": (_are(_is_text), "a list of paths"),
+    "sparse": (_by_name(_is_group), "n, m and a dim, by parameter"),
     "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),
 }

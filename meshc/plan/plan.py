@@ -10,7 +10,10 @@
     remat model.layers.*: cheap                    values of modules that backward recomputes
     keep value:model.layers.*.mlp                  values that backward never recomputes
     offload state                                  tensors that are kept on the host while not in use
-    precision model.layers.*: float8 row           products in few bits; the one kind of line that changes what is computed
+    precision model.layers.*: float8 row           products in few bits
+    sparse model.layers.*: 2:4                     products with the largest 2 of each 4 weights
+
+Lines of the last two kinds change what is computed; no others do.
 
 ``Plan(text)`` parses, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. ``docs/plans.md`` defines the entries.
 """
@@ -30,16 +33,16 @@ from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.precision_lines import PrecisionLine
+from meshc.plan.precision_lines import PrecisionLine, SparseLine
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk and precision lines.
+    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk, precision and sparse lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
-    ``keep``, ``offload``, ``chunk`` and ``precision`` each hold a list.
+    ``keep``, ``offload``, ``chunk``, ``precision`` and ``sparse`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -52,6 +55,7 @@ class Plan:
     offloads: tuple[OffloadLine, ...]
     chunks: tuple[ChunkLine, ...]
     precisions: tuple[PrecisionLine, ...]
+    sparsities: tuple[SparseLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         vars(self).update(vars(lines if isinstance(lines, Plan) else Plan.of(**read_entries(number_lines(lines), "this plan"))))
@@ -68,12 +72,14 @@ class Plan:
         offloads: Iterable[OffloadLine] = (),
         chunks: Iterable[ChunkLine] = (),
         precisions: Iterable[PrecisionLine] = (),
+        sparsities: Iterable[SparseLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
         vars(plan).update(
             axes=tuple(axes), pins=tuple(pins), stores=tuple(stores), operators=tuple(operators), remats=tuple(remats), kept=tuple(kept),
             offloads=tuple(offloads), chunks=tuple(chunks), precisions=tuple(precisions),
+            sparsities=tuple(sparsities),
         )  # fmt: skip
         refuse_faults("these entries are no plan", duplicates(plan.axes))
         return plan
@@ -135,9 +141,14 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
-    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine, ...]:
+    def lines(
+        self,
+    ) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine | SparseLine, ...]:
         """All lines except the axis entries, in printed order."""
-        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions)
+        return (
+            *self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions,
+            *self.sparsities,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

@@ -1,25 +1,35 @@
 """Lines of a plan that change what is computed. Nothing adds them but a user, and they mean the same on every mesh.
 
     precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`)
+    sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
+    sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
+    sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Final
 
 from meshc.ir.formats import FORMATS
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import PlanLine, is_in
 from meshc.plan.plan_faults import suggest
 
+NUMBER: Final = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
+DECAY: Final = 2e-4
+"""Of sparse lines that say none: the default of Zhou et al. 2021 (arXiv 2102.04010)."""
+MOST_IN_GROUP: Final = 64
+"""Largest M of a sparse line."""
+
 
 @dataclass(frozen=True, slots=True)
-class PrecisionLine(PlanLine):
-    """Format of the products of the modules that ``pattern`` names and of those in them; of several lines the last one counts."""
+class ProductLine(PlanLine):
+    """A line about the products with a weight in the modules that ``pattern`` names and in those in them; of several lines of a kind the
+    last one counts."""
 
     pattern: str
-    format: str
 
     def covers(self, module: str) -> bool:
         """Whether the line applies to products of the module at this path."""
@@ -29,8 +39,33 @@ class PrecisionLine(PlanLine):
         """Whether the line names the module itself, not only what it is in: its last part is no `*`, and the path fits."""
         return self.pattern.rpartition(".")[2] != "*" and fnmatchcase(module, self.pattern)
 
+
+@dataclass(frozen=True, slots=True)
+class PrecisionLine(ProductLine):
+    """Format of products."""
+
+    format: str
+
     def __str__(self) -> str:
         return f"precision {self.pattern}: {self.format}"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLine(ProductLine):
+    """Products that read n of each m consecutive weights along the dim that is summed over, the largest in magnitude.
+
+    decay  times a weight that is not read is added to its gradient
+    fixed  weights that are not read have no gradient, and are zero from the first step on
+    """
+
+    n: int
+    m: int
+    decay: float = DECAY
+    fixed: bool = False
+
+    def __str__(self) -> str:
+        more = ", fixed" if self.fixed else f", decay {self.decay!r}" if self.decay != DECAY else ""
+        return f"sparse {self.pattern}: {self.n}:{self.m}{more}"
 
 
 def read_precision_line(line: Line) -> PrecisionLine:
@@ -44,3 +79,28 @@ def read_precision_line(line: Line) -> PrecisionLine:
         fix = f"; say what one scale covers: {', '.join(begun)}" if begun else suggest(written, FORMATS)
         line.fail(f"{written} is no format{fix}", start)
     return PrecisionLine(pattern, written)
+
+
+def read_sparse_line(line: Line) -> SparseLine:
+    names = "a sparse line names modules, with * for any text, and how many weights are left of how many: `sparse model.layers.*: 2:4`"
+    pattern = line.expect(GLOB, names)
+    line.expect(":", "then comes a colon, and how many weights are left of how many: `2:4`")
+    start = line.at
+    written = line.expect(r"\d+\s*:\s*\d+", "how many weights are left of how many belongs here: `2:4`")
+    n, m = map(int, written.split(":"))
+    if not 0 < n < m <= MOST_IN_GROUP:
+        line.fail(f"{n}:{m} leaves {n} of {m} weights: from 1 to {MOST_IN_GROUP - 1} are left of more, {MOST_IN_GROUP} at most", start)
+    decay, fixed = DECAY, False
+    if line.accept(","):
+        start = line.at
+        if line.accept(r"every\b") is not None:
+            line.fail("masks are made anew in every step, which needs no word, or are `fixed`; there is no other period", start)
+        fixed = line.accept(r"fixed\b") is not None
+        if not fixed:
+            line.expect(r"decay\b", "behind the comma stands `decay NUMBER`, or `fixed`: what weights do that are not read")
+            start = line.at
+            decay = float(line.expect(NUMBER, f"a decay is a number from 0 on, such as {DECAY!r}"))
+            if decay == float("inf"):
+                line.fail("this number is too large", start)
+    line.expect_end("a sparse line ends after `decay NUMBER` or `fixed`")
+    return SparseLine(pattern, n, m, decay, fixed)

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from meshc.ir import is_getitem, is_integer, spmd
 from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
+from meshc.ops import sparsity as _sparsity  # noqa: F401 - likewise
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -16,7 +17,7 @@ ROUNDING = {meshc.scale_of.default, meshc.scale_in_units.default, meshc.quantize
 """Operators that make of a value what is gathered in its place, in fewer bits."""
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    spmd.shard, spmd.mask, *ROUNDING,
+    spmd.shard, spmd.mask, meshc.keep_largest.default, *ROUNDING,
 }  # fmt: skip
 
 

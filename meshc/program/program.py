@@ -153,6 +153,7 @@ class Info(TypedDict, total=False):
     guards   outcomes of its branches on them that are compiled in: group, number, relation, what it is compared with
     optimizer_state, master_weights, keep_gradients, accumulate    as in `meshc.Options`
     experts  the options of experts, by field
+    sparse   n, m and the dim of groups, by parameter under a sparse line
     work     rows of a module, an operator, a phase, its arithmetic, and the share of each axis (`meshc.cost.divided_work`)
     """
 
@@ -174,6 +175,7 @@ class Info(TypedDict, total=False):
     keep_gradients: bool
     accumulate: bool
     experts: dict[str, float | str]
+    sparse: dict[str, list[int]]
 
 
 @dataclass

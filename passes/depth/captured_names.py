@@ -11,9 +11,9 @@ from typing import TypeVar
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.captured_depth import Depth
 from meshc.plan.entries import OperatorPin, Pin, StoreLine
-from meshc.plan.precision_lines import PrecisionLine
+from meshc.plan.precision_lines import ProductLine
 
-Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin | PrecisionLine)
+Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin | ProductLine)
 
 
 def captured_name(name: str, depth: Depth | None) -> str:

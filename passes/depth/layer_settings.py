@@ -17,10 +17,10 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.request import Request
 from meshc.plan.entries import OperatorPin, Pin, StoreLine
-from meshc.plan.precision_lines import PrecisionLine
+from meshc.plan.precision_lines import ProductLine
 from meshc.plan.recipes import resolve
 
-Line: TypeAlias = "Pin | StoreLine | OperatorPin | PrecisionLine"
+Line: TypeAlias = "Pin | StoreLine | OperatorPin | ProductLine"
 DIMS = 4
 """Dims of parameters whose factors are called `<name>.<dim>`."""
 
@@ -35,7 +35,8 @@ class LayerSettings:
             self.groups |= {id(parameter): (group.index,) for group in spec.groups for parameter in group.params}
             self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
         self.plan = resolve(request.plan, request.mesh)
-        self.lines: tuple[Line, ...] = (*self.plan.pins, *self.plan.stores, *self.plan.operators, *self.plan.precisions)
+        changing = (*self.plan.precisions, *self.plan.sparsities)
+        self.lines: tuple[Line, ...] = (*self.plan.pins, *self.plan.stores, *self.plan.operators, *changing)
         texts = [part.factor for line in (*self.plan.pins, *self.plan.stores) for dim in line.dims for part in dim.factors]
         texts += [split.factor for pin in self.plan.operators for split in pin.splits]
         texts += [text for entry in self.plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]

@@ -152,7 +152,8 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
     wanted = outset_of(request)
     with clean_up_compilation(), fewer_collections():
         other_groups = splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes)
-        if other_groups or wanted.plan.precisions != placed.plan.precisions:
+        changing = [(plan.precisions, plan.sparsities) for plan in (wanted.plan, placed.plan)]
+        if other_groups or changing[0] != changing[1]:
             return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)
@@ -295,7 +296,7 @@ def specialise_backward(program: PlainProgram, left: LoweredProgram, received: C
 def finish(lowered: LoweredProgram) -> PlainProgram:
     """The program of the last phase, with its notes and metadata."""
     request, placed = lowered.request, lowered.placed
-    model = lowered.model
+    model, sparsity = lowered.model, placed.traced.sparsity
     return replace(
         lowered.as_program(),
         notes=[*lowered.notes, *_unsavable_notes(lowered)],
@@ -306,6 +307,7 @@ def finish(lowered: LoweredProgram) -> PlainProgram:
             "inputs": request.inputs, "outputs": request.outputs,
             "work": [row.plain() for row in axis_flops.with_divided(axis_flops.account(placed), lowered.divided)],
             **({"batch_mix": request.batch_mix} if lowered.parts is not None else {}),
+            **({"sparse": {name: one.plain() for name, one in sorted(sparsity.items())}} if sparsity else {}),
             **_pipeline_info(lowered),
         },
     )  # fmt: skip

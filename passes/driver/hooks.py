@@ -24,7 +24,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.pipeline import GROW
+from meshc.passes.pipeline import GROW, PRECISION, SPARSITY, UPDATE
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
 from meshc.proof.outcome import ProgramProof
@@ -92,6 +92,8 @@ def _verifier(checker: Checker, by_proof: bool) -> Hook:
         text = _run_by(phase)
         if text in ("", checked):
             return  # unchanged
+        if name in (SPARSITY.name, PRECISION.name) or (name == UPDATE.name and phase.plan.sparsities):
+            checker.begin_again()  # lines of the plan change what is computed
         try:
             if isinstance(phase, LoweredProgram) and by_proof:
                 _refuse_unproved(phase)

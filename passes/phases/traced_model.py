@@ -15,6 +15,7 @@ from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.request import Request
+from meshc.plan.precision_lines import SparseLine
 from meshc.program.program import Port, Stage
 
 
@@ -50,6 +51,18 @@ class Joint:
         return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
 
 
+@dataclass(frozen=True)
+class SparseWeight:
+    """Groups of a weight: `line.m` consecutive entries along `dim`, of which products read the `line.n` largest."""
+
+    line: SparseLine
+    dim: int
+
+    def plain(self) -> list[int]:
+        """n, m and dim, as a program has them beside its text."""
+        return [self.line.n, self.line.m, self.dim]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedModel(CompilationPhase):
     """
@@ -58,6 +71,7 @@ class TracedModel(CompilationPhase):
     dynamic      symbolic sizes that calls choose
     constraints  conditions on these sizes, as text
     precision    by parameter, the format of its products, where the plan has set one
+    sparsity     by parameter, its groups, where the plan has products read the largest of each
     """
 
     model: TorchGraph
@@ -65,6 +79,7 @@ class TracedModel(CompilationPhase):
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     precision: Mapping[str, Format] = field(default_factory=dict)
+    sparsity: Mapping[str, SparseWeight] = field(default_factory=dict)
 
     def operators(self) -> Joint:
         """The operator graph, which exists from `differentiate` on."""

@@ -34,6 +34,7 @@ from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.count_experts import LAYOUT, Beside
 from meshc.passes.trace.gradients import Gradients, group_of
+from meshc.passes.trace.refine_gradients import SparseGradients
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -44,9 +45,10 @@ def append_update(traced: TracedModel) -> TracedModel:
     """Appends norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
     spec, joint = traced.request.optimizer, traced.operators()
     if spec is None:
-        return traced.with_notes(
+        noted = traced.with_notes(
             *zero_gradient_notes(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"])
         )
+        return _refine_results(noted) if traced.sparsity else noted
     model, inputs, entered = traced.request.module, list(joint.inputs), joint.placeholders()
     add = Appender(joint.graph, "update")
     results = list(zip(joint.outputs, joint.results(), strict=True))
@@ -95,8 +97,27 @@ def append_update(traced: TracedModel) -> TracedModel:
             kept.append((Port("state", f"{name}/{slot.name}", record(value).shape, slot.dtype, of=name), value))
         found.mark(before, name)
     _refuse_unwritten(unwritten)
+    for place, (port, node) in enumerate(kept):
+        if port.kind == "parameter" and port.name not in unwritten:
+            kept[place] = port, found.fix_weight(port.name, node)
     noted = traced.with_notes(*_foreign_parameter_notes(spec, gradients, modules, traced), *_without_masters(spec))
     return _with_results(noted, joint, inputs, kept, found)
+
+
+def _refine_results(traced: TracedModel) -> TracedModel:
+    """The phase with the decay of sparse lines in the gradients that the program returns."""
+    joint, entered = traced.operators(), traced.operators().placeholders()
+    add = Appender(joint.graph, "update" if traced.request.train else "backward")
+    results, updates, sparse = list[Node](), dict(joint.updates), SparseGradients(add, traced)
+    for port, node in zip(joint.outputs, joint.results(), strict=True):
+        parameter = entered.get(key_of("parameter", port.name))
+        if port.kind == "gradient" and parameter is not None:
+            before = len(add.made)
+            node = sparse.refine(port.name, parameter, node)
+            updates |= dict.fromkeys(add.made[before:], port.name)
+        results.append(node)
+    set_results(joint.graph, results)
+    return replace(traced, joint=replace(joint, updates=updates))
 
 
 def _with_results(traced: TracedModel, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> TracedModel:

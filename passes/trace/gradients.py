@@ -1,4 +1,4 @@
-"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, norm, clipping.
+"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, decay, norm, clipping.
 
     g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 
@@ -35,6 +35,7 @@ from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.appender import Appender
+from meshc.passes.trace.refine_gradients import SparseGradients
 from meshc.private import FakeTensorMode
 from meshc.program.program import Port
 
@@ -53,15 +54,31 @@ class Gradients:
         self.updates: dict[Node, str] = {}
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
+        self.sparse = SparseGradients(add, traced)
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
-        """Gradients after hooks and accumulation, and the norm of all."""
+        """Gradients after hooks, accumulation and the decay of sparse lines, and the norm of all."""
         found = {name: self._through(name, self._accumulate(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
+        if not self.traced.request.adds:
+            found = {name: self._refine(name, node) for name, node in found.items()}
         before = len(self.add.made)
         total = self._norm(found)
         for node in self.add.made[before:]:
             set_reason(node, reason="the gradient norm")
         return found, total
+
+    def _refine(self, name: str, gradient: Node) -> Node:
+        before = len(self.add.made)
+        result = self.sparse.refine(name, self.entered[key_of("parameter", name)], gradient)
+        self.mark(before, name)
+        return result
+
+    def fix_weight(self, name: str, new: Node) -> Node:
+        """An updated parameter as its sparse line has it; behind all updates, which run as one."""
+        before = len(self.add.made)
+        result = self.sparse.fix_weight(name, new)
+        self.mark(before, name)
+        return result
 
     def mark(self, before: int, name: str, reason: str = "") -> None:
         """Marks the nodes added since `before` as part of a parameter's update."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -28,13 +28,11 @@ from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operat
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import TracedModel
-from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of
-from meshc.plan.plan_faults import did_you_mean, refuse_faults
+from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of, faults_of_unused
+from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.precision_lines import PrecisionLine
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
-
-KEPT: Final = {"head": "the model's output is made of it", "router": "it decides a choice"}
 
 
 def set_precision(traced: TracedModel) -> TracedModel:
@@ -45,9 +43,11 @@ def set_precision(traced: TracedModel) -> TracedModel:
     joint = traced.operators()
     products = WeightProducts(joint)
     lines = captured_precisions(traced)
-    _refuse_unused(lines, [product.module for product in products.all])
-    chosen, notes = _choose(products, lines)
-    notes += _batch_notes(traced, lines, [form for _, form in chosen])
+    faults = faults_of_unused(lines, [product.module for product in products.all])
+    refuse_faults("the plan does not fit this model", list(faults.values()))
+    covered, notes = products.covered_by(lines, "precision")
+    chosen, misfits = _fitting(covered)
+    notes += misfits + _batch_notes(traced, lines, [form for _, form in chosen])
     operands: dict[Node, tuple[Format, list[Role]]] = {}
     for product, form in chosen:
         operands[product.node] = form, _roles("activation", product.weight, "weight")
@@ -69,29 +69,12 @@ def captured_precisions(traced: TracedModel) -> list[PrecisionLine]:
     return list(captured_lines(traced.plan.precisions, traced.depth))
 
 
-def _refuse_unused(lines: Sequence[PrecisionLine], modules: Sequence[str]) -> None:
-    used = {line.where for line in lines if any(map(line.covers, modules))}  # a line may stand for several captured layers
-    there = ", ".join([*dict.fromkeys(modules)][:4]) or "no module"
-    faults = {
-        line.where: f"{line.where}: no product with a weight is in such a module{did_you_mean(line.pattern, modules)}; name modules as "
-        f"model.named_modules() does, with * for any text: products with a weight are in {there}, ..."
-        for line in lines
-        if line.where not in used
-    }
-    refuse_faults("the plan does not fit this model", list(faults.values()))
-
-
-def _choose(products: WeightProducts, lines: Sequence[PrecisionLine]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:
-    """The products that are rewritten, each with its format, and notes on those that are covered and stay as they are."""
+def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:
+    """The products whose sizes fit their format, with it, and notes on the others, and on what stays as it is of these."""
     chosen, notes = [], dict[str, None]()
-    for product in products.all:
-        line = next((line for line in reversed(lines) if line.covers(product.module)), None)
-        if line is None:
-            continue
-        form = FORMATS[line.format]
-        use = "" if any(line.names(product.module) for line in lines) else products.use_of(product)
-        why = f"{KEPT[use]}, and no line names it" if use else _misfit(product, form)
-        where = product.module or product.parameters[0]
+    for product, line in products:
+        form, where = FORMATS[line.format], product.where
+        why = _misfit(product, form)
         if why:
             notes[f"precision: {where} stays as it is: {why}"] = None
             continue
@@ -174,12 +157,13 @@ class ProductWriter:
             operand = self._operand(node, x, form, role, len(shape) - 2, len(shape) + summed)
             plain = self._emit(node, meshc.dequantize.default, operand.values, operand.scale, record(x).dtype)
             given.append(plain if record(plain).shape == shape else self._emit(node, aten.reshape.default, plain, list(shape)))
-        return self._emit(node, cast(Function, node.target), *given, *node.args[2:])
+        return self._emit(node, cast(Function, node.target), *given, *node.args[2:], **node.kwargs)
 
     def _write_unscaled(self, node: Node, form: Format, factors: Sequence[Node]) -> Node:
         rounded = [self._emit(node, aten._to_copy.default, one, dtype=ELEMENTS[form.element].dtype) for one in factors]
         target, others = (SUMMANDS[node.target], ()) if node.target in SUMMANDS else (node.target, node.args[2:])
-        made = self._emit(node, cast(Function, target), *rounded, *others)
+        kept = node.kwargs if node.target in RUNS else {}
+        made = self._emit(node, cast(Function, target), *rounded, *others, **kept)
         return self._emit(node, aten._to_copy.default, made, dtype=record(node).dtype)
 
     def _write_scaled(self, node: Node, form: Format, factors: Sequence[Node], roles: Sequence[Role], batch: int) -> Node:
@@ -239,7 +223,7 @@ class ProductWriter:
                 return torch.empty(found.shape, dtype=found.dtype, device="meta")
             return argument
 
-        result = target(*map(meta, args), **kwargs)
+        result = target(*map(meta, args), **{name: meta(each) for name, each in kwargs.items()})
         base = record(at)
         found = Record(tuple(result.shape), result.dtype, source=base.source, phase=base.phase)
         return call(self.graph, found, target, *args, **kwargs)

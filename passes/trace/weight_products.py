@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch.fx import Node
@@ -13,26 +13,36 @@ from torch.fx import Node
 from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.schemas import RESHAPES
-from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
-from meshc.ops import routed_mm as _routed  # noqa: F401 - registers its operators
+from meshc.ops import expert_groups as _groups  # noqa: F401 - registers operators
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
+from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
+from meshc.ops import sparsity as _sparsity  # noqa: F401 - likewise
 from meshc.passes.phases.traced_model import Joint
+from meshc.plan.plan_faults import did_you_mean
+from meshc.plan.precision_lines import ProductLine
 from meshc.private import OpOverload
 from meshc.rules.families import operator_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
+Line = TypeVar("Line", bound=ProductLine)
 
+KEPT: Final = {"head": "the model's output is made of it", "router": "it decides a choice"}
+"""Products that a line covers only if one names their module, and why."""
 SAME: Final = (
     *RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default,
 )  # fmt: skip
 """Operators whose result has the elements of their operand."""
+WEIGHTED: Final = (*SAME, meshc.keep_largest.default)
+"""Operators of whose result a weight is still a weight."""
 STACKS: Final = (aten.stack.default, aten.cat.default)
 SUMMANDS: Final[Mapping[object, OpOverload]] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 """Products to which their first operand is added -> the products alone."""
 PRODUCTS: Final[Mapping[object, int]] = {aten.mm.default: 0, aten.bmm.default: 1, aten.addmm.default: 0, aten.baddbmm.default: 1}
 """Product of two matrices, or of a batch of pairs -> the number of dims of a batch."""
-RUNS: Final = (meshc.group_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default)
+RUNS: Final = (aten._grouped_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default, meshc.group_mm.default)
 """Products of runs of rows [.., r, k] with a matrix each, of matrices [g, k, n]."""
+KINDS: Final = frozenset((*PRODUCTS, *RUNS))
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,11 @@ class WeightProduct:
         return record(self.node).source.module
 
     @property
+    def where(self) -> str:
+        """What it is called in notes."""
+        return self.module or self.parameters[0]
+
+    @property
     def is_of_runs(self) -> bool:
         """Whether it multiplies runs of rows with a matrix each."""
         return self.node.target in RUNS
@@ -68,24 +83,45 @@ def factors_of(node: Node) -> tuple[Node, Node]:
 
 
 def base_of(node: Node) -> Node:
-    """The value before casts and changes of layout."""
-    while node.target in SAME:
+    """The value before casts, changes of layout and masks."""
+    while node.target in WEIGHTED:
         (node, *_) = node.all_input_nodes
     return node
 
 
-class WeightProducts:
-    """The products of a joint graph with a weight, in the order of forward."""
+def chain_of(node: Node) -> tuple[Node, list[Node]]:
+    """(the value before casts and changes of layout, these in order)."""
+    chain = list[Node]()
+    while node.target in SAME:
+        chain.append(node)
+        (node, *_) = node.all_input_nodes
+    return node, chain[::-1]
 
-    def __init__(self, joint: Joint) -> None:
-        self.graph = joint.graph
+
+def faults_of_unused(lines: Sequence[ProductLine], modules: Sequence[str]) -> dict[str, str]:
+    """Messages, by place, about lines that cover no product. `modules`: those of all products with a weight."""
+    used = {line.where for line in lines if any(map(line.covers, modules))}  # a line may stand for several captured layers
+    there = ", ".join([*dict.fromkeys(modules)][:4]) or "no module"
+    return {
+        line.where: f"{line.where}: no product with a weight is in such a module{did_you_mean(line.pattern, modules)}; name modules as "
+        f"model.named_modules() does, with * for any text: products with a weight are in {there}, ..."
+        for line in lines
+        if line.where not in used
+    }
+
+
+class WeightProducts:
+    """The products of a joint graph with a weight, in the order of forward. `stacks`: also those with several weights that are stacked."""
+
+    def __init__(self, joint: Joint, stacks: bool = True) -> None:
+        self.graph, self.stacks = joint.graph, stacks
         self.parameters = {node: name_of(key) for key, node in joint.placeholders().items() if is_a(key, "parameter")}
         self.outputs = {node for port, node in zip(joint.outputs, joint.results(), strict=True) if port.kind == "output"}
         self.all = [*self._find()]
 
     def _find(self) -> Iterator[WeightProduct]:
         for node in self.graph.nodes:
-            if node.target not in (*PRODUCTS, *RUNS) or record(node).phase != "forward":
+            if node.target not in KINDS or record(node).phase != "forward":
                 continue
             left, right = map(base_of, factors_of(node))
             names = self._names(left), self._names(right)
@@ -95,10 +131,25 @@ class WeightProducts:
 
     def _names(self, base: Node) -> tuple[str, ...]:
         """The names of the parameters that a factor is: of one, or of all that are stacked in it; () if it is more than parameters."""
-        if base.target in STACKS:
+        if self.stacks and base.target in STACKS:
             found = [self._names(base_of(one)) for one in base.all_input_nodes]
             return tuple(name for names in found for name in names) if all(found) else ()
         return (self.parameters[base],) if base in self.parameters else ()
+
+    def covered_by(self, lines: Sequence[Line], kind: str) -> tuple[list[tuple[WeightProduct, Line]], list[str]]:
+        """The products that lines of a kind cover, each with the line that counts, and notes on those that stay as they are: a head and a
+        router, unless a line names them."""
+        found, notes = list[tuple[WeightProduct, Line]](), dict[str, None]()
+        for product in self.all:
+            line = next((line for line in reversed(lines) if line.covers(product.module)), None)
+            if line is None:
+                continue
+            use = "" if any(line.names(product.module) for line in lines) else self.use_of(product)
+            if use:
+                notes[f"{kind}: {product.where} stays as it is: {KEPT[use]}, and no line names it"] = None
+            else:
+                found.append((product, line))
+        return found, list(notes)
 
     def backward_of(self, product: WeightProduct) -> Iterator[tuple[Node, int, str]]:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
@@ -111,7 +162,7 @@ class WeightProducts:
         """Products of backward by their module and the base of a factor that is a value of forward."""
         found: dict[tuple[str, Node], list[Node]] = {}
         for node in self.graph.nodes:
-            if node.target in (*PRODUCTS, *RUNS) and record(node).phase == "backward":
+            if node.target in KINDS and record(node).phase == "backward":
                 for base in {base_of(one) for one in factors_of(node)}:
                     if base.op == "placeholder" or records(value_of(base)[0])[0].phase == "forward":
                         found.setdefault((record(node).source.module, base), []).append(node)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.fx import Graph, Node
 
 from meshc.errors import VerifyError
 from meshc.frontend.batch_norms import synced_norms
@@ -27,7 +26,7 @@ from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
 from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
-from meshc.ir import Record, record, trees
+from meshc.ir import trees
 from meshc.ir.formats import Format
 from meshc.ir.functions import Function
 from meshc.ir.keys import key_of, kind_of, name_of
@@ -39,8 +38,9 @@ from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.reference_formats import FewBits
+from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
-from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
+from meshc.runtime.simulator.simulation import simulate
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
@@ -99,7 +99,7 @@ class Report:
         if set(found) != set(wanted):
             extra, missing = sorted(set(found) - set(wanted)), sorted(set(wanted) - set(found))
             raise VerifyError(f"{kind}: the program gives {extra} beyond the model, and lacks {missing}")
-        largest = max((_peak(value) for value in wanted.values()), default=0.0)
+        largest = max((peak_of(value) for value in wanted.values()), default=0.0)
         for name, value in wanted.items():
             self.rows.append((kind, name, error(found[name], value, FLOOR * largest)))
             self.wanted[kind, name] = value.detach().clone()
@@ -157,7 +157,7 @@ class SensitivityReport(Report):
 
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
         first = {name: self.first.wanted[kind, name] for name in wanted}
-        largest = max((_peak(value) for value in first.values()), default=0.0)
+        largest = max((peak_of(value) for value in first.values()), default=0.0)
         for name, value in wanted.items():
             self.first.moved[kind, name] = max(error(value, first[name], FLOOR * largest), self.first.moved.get((kind, name), 0.0))
 
@@ -189,7 +189,7 @@ def _restore(reference: Reference, held: ModelSnapshot) -> None:
     held.put_back()
 
 
-def _peak(value: torch.Tensor) -> float:
+def peak_of(value: torch.Tensor) -> float:
     if not value.numel():
         return 0.0
     low, high = torch.aminmax(_double(value))
@@ -209,14 +209,14 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     if not wanted.numel():
         return 0.0
     a, b = _double(found), _double(wanted)
-    highest, peak = float((a - b).abs_().max()), _peak(b)
+    highest, peak = float((a - b).abs_().max()), peak_of(b)
     if highest < float("inf") and peak < float("inf"):
         return highest / max(peak, floor, 1e-300)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     if difference.isnan().any():
         return float("inf")
-    return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
+    return float(difference.max()) / max(peak_of(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,7 @@ class Reference:
     hooks      hooks on gradients between backward and the optimizer, by parameter
     numbers    Python numbers that are inputs of the program, by name
     formats    by parameter, the format of its products, as the plan's precision lines say
+    masks      of its weights, as the plan's sparse lines say
     """
 
     module: nn.Module
@@ -241,6 +242,7 @@ class Reference:
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     formats: Mapping[str, Format] = field(default_factory=dict)
+    masks: ReferenceMasks | None = None
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -310,9 +312,20 @@ class Reference:
             stack.enter_context(written_out_flex())
             stack.enter_context(synced_norms())
             stack.enter_context(RetainedGraphs())
-            if self.formats:
-                stack.enter_context(FewBits(self.module, self.formats))
+            if self.formats or self.masks is not None:
+                torch.clear_autocast_cache()  # copies of weights that a run before has made are not known in this one
+                stack.enter_context(FewBits(self.module, self.formats, self.masks))
             yield
+
+    def refine_gradients(self) -> None:
+        """Makes the gradients those of sparse lines."""
+        if self.masks is not None:
+            self.masks.refine_gradients()
+
+    def fix_weights(self) -> None:
+        """Makes updated weights those of sparse lines with fixed masks."""
+        if self.masks is not None:
+            self.masks.fix_weights()
 
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
@@ -341,6 +354,7 @@ def compare_gradients(program: PlainProgram, reference: Reference, report: Repor
     before = ModelSnapshot(reference.module)
     reference.module.zero_grad(set_to_none=True)
     loss, metrics = reference.train(0)
+    reference.refine_gradients()
     report.add("output", _kind(found, "output"), {program_output(program): loss})
     _compare_metrics(found, metrics, report)
     gradients = _gradients(reference)
@@ -404,9 +418,11 @@ def compare_steps(
         before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
+        reference.refine_gradients()
         norm = clip_(reference.module, clip)
         for member in members:
             member.step()
+        reference.fix_weights()
         keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
@@ -451,6 +467,7 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report) 
         if tangents:
             torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
             reference.dense_gradients()
+            reference.refine_gradients()
     report.add("output", _kind(found, "output"), wanted)
     if tangents:
         given = _kind(found, "gradient")
@@ -459,47 +476,3 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report) 
         mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
         report.add("gradient", given, lacking | {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
-
-
-def first_wrong(
-    program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: MicrobatchSplit | None = None
-) -> str:
-    """Text of the first per-rank value, in program order, that differs from the global-view graph's value on one device; empty if none.
-
-    With `parts` the graph is one microbatch's, and the first microbatch is compared.
-    """
-    truth: dict[str, torch.Tensor] = {}
-    mine = values
-    if parts is not None:
-        program = first_microbatch(program)
-        inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
-        mine = {**values, **parts.microbatch_inputs(inputs, 0)}
-    env = node_values(graph, (program.constants[port.name] if port.kind == "constant" else mine[port.key] for port in program.inputs))
-    for node, made in env.items():
-        if node.op != "call_function":
-            continue
-        truth.update({f"{node.name}.{index}": value for index, value in enumerate(made if isinstance(made, list | tuple) else [made])})
-    wrong: list[str] = []
-
-    def observe(node: Node, ranks: list[object]) -> None:
-        found = node.meta.get("meshc")
-        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.partial or not found.of:
-            return
-        if found.used is not None:  # used rows are compared once they are back in their places
-            return
-        if "mb" in found.sharding.split_axes() or found.of not in truth:
-            return
-        wanted = truth[found.of]
-        value = whole([tile for tile in ranks if isinstance(tile, torch.Tensor)], found.sharding, program)
-        if not torch.is_floating_point(wanted):
-            bad = not torch.equal(value, wanted)
-        else:
-            bad = error(value, wanted, FLOOR * _peak(wanted)) > tolerance
-        if bad:
-            wrong.append(f"{node.name} = {getattr(node.target, '__name__', node.target)} at {record(node).source} ({found.sharding})")
-
-    try:
-        simulate(program, values, observe=observe)
-    except VerifyError:
-        pass
-    return wrong[0] if wrong else ""

@@ -1,4 +1,4 @@
-"""Mode in which a model on one device computes products in few bits, as the precision lines of a plan say.
+"""Mode in which a model on one device computes products as the precision and sparse lines of a plan say.
 
 Knows nothing of graphs: the operands of each product that torch runs, in forward and in backward, are found by their memory. A product that
 reads a weight with a format is one of forward, or of the gradient with the weight; one that reads what such a product of forward read
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Keywords
-from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
+from meshc.ops import expert_groups as _groups  # noqa: F401 - registers its operators
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
 from meshc.ops import quantize as _quantize  # noqa: F401 - likewise
 from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
 from meshc.private import OpOverload, TorchDispatchMode
+from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.state.stored_tensor import memory_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -30,10 +32,13 @@ COPIES: Final = (aten._to_copy.default, aten.clone.default)
 
 
 class FewBits(TorchDispatchMode):
-    """`formats`: by the name of a parameter of `module`, the format of its products."""
+    """`formats`: by the name of a parameter of `module`, the format of its products. `masks`: of its weights."""
 
-    def __init__(self, module: nn.Module, formats: Mapping[str, Format]) -> None:
+    def __init__(self, module: nn.Module, formats: Mapping[str, Format], masks: ReferenceMasks | None = None) -> None:
         super().__init__()
+        self.masks = masks
+        if masks is not None:
+            masks.begin()
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.weights = {memory_of(parameters[name]): formats[name] for name in formats}
         self.read: dict[int, Format] = {}
@@ -44,12 +49,12 @@ class FewBits(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Keywords | None = None) -> object:
         if func in PLAIN:
             made = self._product(args[0], args[1])
-            return func(*args) if made is None else made
+            return func(*self._mask_weights(args[:2])) if made is None else made
+        if func in ADDED:
+            made = None if kwargs else self._product(args[1], args[2])
+            return func(args[0], *self._mask_weights(args[1:]), **(kwargs or {})) if made is None else args[0] + made
         if func in RUNS:
             return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
-        if func in ADDED and not kwargs:
-            made = self._product(args[1], args[2])
-            return func(*args) if made is None else args[0] + made
         made = func(*args, **(kwargs or {}))
         if func in COPIES:
             assert isinstance(made, Tensor)
@@ -57,13 +62,22 @@ class FewBits(TorchDispatchMode):
                 if memory_of(args[0]) in known:
                     known[memory_of(made)] = known[memory_of(args[0])]
                     self.held.append(made)
+            if self.masks is not None:
+                self.masks.follow(args[0], made)
         return made
+
+    def _mask_weights(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The two factors of a product, weights as far as it reads them."""
+        a, b = factors
+        if self.masks is None:
+            return a, b
+        return self.masks.mask_factor(a, -1, _in_backward()), self.masks.mask_factor(b, -2, _in_backward())
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor | None:
         """The product in the format of the weight that it is about; None if there is none."""
         factors = (a, b)
         weights = [self.weights.get(memory_of(one)) for one in factors]
-        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        backward = _in_backward()
         if weights.count(None) == 1:
             place = 0 if weights[1] is None else 1
             form, other = weights[place], factors[1 - place]
@@ -71,7 +85,7 @@ class FewBits(TorchDispatchMode):
             if not backward:
                 self.read[memory_of(other)] = form
                 self.held.append(other)
-            return multiply(a, b, form, _roles("weight", place, "gradient" if backward else "activation"))
+            return multiply(*self._mask_weights(factors), form, _roles("weight", place, "gradient" if backward else "activation"))
         values = [self.read.get(memory_of(one)) for one in factors]
         if backward and weights == [None, None] and values.count(None) == 1:
             place = 0 if values[1] is None else 1
@@ -81,13 +95,17 @@ class FewBits(TorchDispatchMode):
         return None
 
     def _runs(self, rows: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """The operands of a product of runs of rows with a matrix each, after rounding where the matrices are weights."""
+        """The operands of a product of runs of rows with a matrix each, after masks, and rounding where the matrices are weights."""
         form = self.weights.get(memory_of(matrices))
+        rows, matrices = self._mask_weights((rows, matrices))
         if form is None:
             return rows, matrices
-        backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        role: Role = "gradient" if backward else "activation"
+        role: Role = "gradient" if _in_backward() else "activation"
         return round_operand(rows, form, role, -1, rows.dtype), round_operand(matrices, form, "weight", -2, matrices.dtype)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:

@@ -135,6 +135,7 @@ def test_what_may_be_split() -> None:
     assert splittable(aten.constant_pad_nd.default, f(5, 7), [1, -1], 0.0) == "d0 o1"
     assert splittable(aten.cummax.default, f(5, 7), 1) == "d0 d1"
     assert splittable(aten.topk.default, f(5, 4), 2) == "d0"
+    assert splittable(ours.keep_largest.default, f(5, 3, 4), 2, 2) == "d0 d1"
     assert splittable(aten.gather.default, f(5, 7), 1, i(7, 5, 3)) == "+v a0 j"
     assert splittable(aten.scatter_add.default, f(5, 7), 1, i(7, 5, 3), f(5, 3)) == "+j a0 v"
     assert splittable(aten.scatter.src, f(5, 7), 1, i(7, 5, 3), f(5, 3)) == "a0 v"
@@ -346,6 +347,11 @@ def maximum_that_remembers_local_positions(node: Node, tensors: list[Node]) -> R
     return replace(pooling._max_pool(node, tensors), lower=lower)
 
 
+def largest_of_a_tile_of_a_group(node: Node, tensors: list[Node]) -> Rule:
+    """Each rank keeps the largest of what it has of a group."""
+    return pointwise(node, tensors, kind="layout")
+
+
 PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
     (softmax_with_its_dim, aten._softmax.default, 0),
     (mm_without_its_sum, aten.mm.default, 0),
@@ -365,6 +371,7 @@ PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
     (convolution_backward_with_padding_in_its_gradient, aten.convolution_backward.default, 0),
     (maximum_that_sees_zeros_beyond_the_ends, aten.max_pool2d_with_indices.default, 1),
     (maximum_that_remembers_local_positions, aten.max_pool2d_with_indices.default, 1),
+    (largest_of_a_tile_of_a_group, ours.keep_largest.default, 0),
 ]
 
 

@@ -34,6 +34,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     rnn,
     segments,
     selection,
+    sparsity,
     spatial,
 )
 from tests.rules.samples.calls import SAMPLES, f, i
