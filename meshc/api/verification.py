@@ -319,7 +319,6 @@ def verify_update(
 
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
-    clip = program.step.clip_grad_norm
     with count_choices(twin, program.options.experts.bias_update) as counts:
 
         def after(step: int) -> None:
@@ -333,12 +332,13 @@ def verify_update(
             optimizer,
             state,
             lambda: numbers(optimizer),
-            clip,
+            program.step.clip_grad_norm,
             report,
             keep=after,
             widened=widen_state,
             steps=steps,
             parameters=double,
+            clip_value=program.step.clip_grad_value,
         )
 
 

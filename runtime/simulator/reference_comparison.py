@@ -384,6 +384,7 @@ def compare_steps(
     widened: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda found: {},
     steps: int = 3,
     parameters: bool = False,
+    clip_value: float | None = None,
 ) -> None:
     """Compares some steps: losses; after the first step also buffers, optimizer state, the gradient norm, and for SGD the updates of
     parameters, which mean little for other optimizers in single precision. With `parameters` (float64) all of these after each step.
@@ -403,7 +404,7 @@ def compare_steps(
         before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
-        norm = clip_(reference.module, clip)
+        norm = clip_(reference.module, clip, clip_value)
         for member in members:
             member.step()
         keep(step)
