@@ -28,7 +28,7 @@ from meshc.ops.random import seed_step
 from meshc.ops.state_rounding import round_state
 from meshc.optimizer.optimizer import Optimizers, describe, numbers, parameters_of
 from meshc.optimizer.slots import fresh_copy
-from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
+from meshc.optimizer.spec import CODES, PART_ERRORS, SCALE, SUM_ERROR, OptimizerSpec
 from meshc.passes.driver.compile_program import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
@@ -40,6 +40,7 @@ from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
     dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
              has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why.
-             The default under precision lines: roundings of float32 decide what an 8-bit number is rounded to, by which results differ
+             The default under precision and compress lines: roundings of float32 decide what an element is rounded to
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -65,7 +66,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    if dtype is None and _formats(program):
+    if dtype is None and _changes_numbers(program):
         dtype = torch.float64
     store, world = program.compilations.store, program.world
     if store is None:
@@ -177,13 +178,28 @@ def reference_of(
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     return verification.Reference(
-        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, _formats(program)
+        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, _formats(program),
+        _compressions(program),
     )
 
 
 def _formats(program: Program) -> Mapping[str, str]:
     """By parameter, the format of its products, as the plan's precision lines say."""
     return program.lowered.placed.traced.precision
+
+
+def _compressions(program: Program) -> CompressedGradients | None:
+    """What the plan's compress line makes of gradients, on one device."""
+    found = program.lowered.placed.traced.compressed
+    if not found:
+        return None
+    rows = {name: [(cut.lead, cut.parts, cut.rest) for cut in one.cut] for name, one in found.items()}
+    return CompressedGradients({name: one.format for name, one in found.items()}, rows)
+
+
+def _changes_numbers(program: Program) -> bool:
+    """Whether the plan has lines that change what is computed."""
+    return bool(_formats(program) or program.lowered.placed.traced.compressed)
 
 
 def _verify_there(
@@ -193,7 +209,7 @@ def _verify_there(
     ask, reference = program.lowered.request, reference_of(program, values, call, double)
     twin, inputs = reference.module, (reference.args, reference.kwargs)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
-    least = verification.FEW_BITS if _formats(program) and not double else 0.0
+    least = verification.FEW_BITS if _changes_numbers(program) and not double else 0.0
     report = verification.Report(max(verification.tolerance_of(computed, double), least))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
     shapes = dict(program.asked.shapes(inputs))
@@ -294,6 +310,8 @@ def verify_update(
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
     def state(port: Port) -> torch.Tensor:
+        if port.name.endswith((PART_ERRORS, SUM_ERROR)):
+            return torch.zeros(port.shape, dtype=port.dtype)
         return slots[port.name].initial(mine[port.of].detach())
 
     def keep(step: int) -> None:

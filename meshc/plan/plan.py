@@ -10,7 +10,8 @@
     remat model.layers.*: cheap                    values of modules that backward recomputes
     keep value:model.layers.*.mlp                  values that backward never recomputes
     offload state                                  tensors that are kept on the host while not in use
-    precision model.layers.*: float8 row           products in few bits; the one kind of line that changes what is computed
+    precision model.layers.*: float8 row           products in few bits; this and the next kind of line change what is computed
+    compress dp: int8                              gradients over an axis in fewer bits, with error feedback
 
 ``Plan(text)`` parses, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. ``docs/plans.md`` defines the entries.
 """
@@ -30,16 +31,16 @@ from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.precision_lines import PrecisionLine
+from meshc.plan.precision_lines import CompressLine, PrecisionLine
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk and precision lines.
+    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk, precision and compress lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
-    ``keep``, ``offload``, ``chunk`` and ``precision`` each hold a list.
+    ``keep``, ``offload``, ``chunk``, ``precision`` and ``compress`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     offloads: tuple[OffloadLine, ...]
     chunks: tuple[ChunkLine, ...]
     precisions: tuple[PrecisionLine, ...]
+    compressions: tuple[CompressLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         vars(self).update(vars(lines if isinstance(lines, Plan) else Plan.of(**read_entries(number_lines(lines), "this plan"))))
@@ -68,12 +70,13 @@ class Plan:
         offloads: Iterable[OffloadLine] = (),
         chunks: Iterable[ChunkLine] = (),
         precisions: Iterable[PrecisionLine] = (),
+        compressions: Iterable[CompressLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
         vars(plan).update(
             axes=tuple(axes), pins=tuple(pins), stores=tuple(stores), operators=tuple(operators), remats=tuple(remats), kept=tuple(kept),
-            offloads=tuple(offloads), chunks=tuple(chunks), precisions=tuple(precisions),
+            offloads=tuple(offloads), chunks=tuple(chunks), precisions=tuple(precisions), compressions=tuple(compressions),
         )  # fmt: skip
         refuse_faults("these entries are no plan", duplicates(plan.axes))
         return plan
@@ -116,6 +119,7 @@ class Plan:
         uses = [(entry.where, entry.axis) for entry in self.axes]
         uses += dict.fromkeys((line.where, axis) for line in lines for axis, _, _ in line.splits())
         uses += dict.fromkeys((pin.where, axis) for pin in self.operators for axis in pin.axes)
+        uses += [(line.where, line.axis) for line in self.compressions]
         faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
         for line in lines:
             faults += _clashes_within(line)
@@ -135,9 +139,14 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
-    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine, ...]:
+    def lines(
+        self,
+    ) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine | CompressLine, ...]:
         """All lines except the axis entries, in printed order."""
-        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions)
+        return (
+            *self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions,
+            *self.compressions,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

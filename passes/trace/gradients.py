@@ -50,7 +50,7 @@ class Gradients:
         self, add: Appender, traced: TracedModel, modules: Mapping[str, Tensor], entered: Mapping[str, Node], inputs: list[Port]
     ) -> None:
         self.add, self.traced, self.modules, self.entered, self.inputs = add, traced, modules, entered, inputs
-        self.updates: dict[Node, str] = {}
+        self.updates = dict(traced.operators().updates)
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
 

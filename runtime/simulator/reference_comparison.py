@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +37,7 @@ from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_formats import FewBits
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
@@ -227,6 +228,7 @@ class Reference:
     hooks      hooks on gradients between backward and the optimizer, by parameter
     numbers    Python numbers that are inputs of the program, by name
     formats    by parameter, the format of its products, as the plan's precision lines say
+    compressed what the plan's compress line makes of gradients, if there is one
     """
 
     module: nn.Module
@@ -240,6 +242,7 @@ class Reference:
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
+    compressed: CompressedGradients | None = None
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -264,7 +267,8 @@ class Reference:
         if self.parts is None:
             with self.at(step):
                 loss, metrics = split_result(self.call_model())
-                loss.backward()
+                with nullcontext() if self.compressed is None else self.compressed.watch(self.module):
+                    loss.backward()
             self.dense_gradients()
             return loss.detach(), metrics
         drawn = self._draws_of_the_whole(step)
@@ -394,6 +398,8 @@ def compare_steps(
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
         report.amplified = 1
+    if reference.compressed is not None:
+        reference.compressed.errors.clear()
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
@@ -403,6 +409,8 @@ def compare_steps(
         reference.module.zero_grad(set_to_none=True)
         before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
+        if reference.compressed is not None:
+            reference.compressed.replace_gradients(reference.module)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
         norm = clip_(reference.module, clip, clip_value)
         for member in members:
@@ -415,6 +423,11 @@ def compare_steps(
             continue
         for slot, (given, wanted) in update_comparison.state_pairs(found | dict(widened(found)), reference.module, members):
             report.add(f"state {slot} after step {step}", given, wanted)
+        if reference.compressed is not None:
+            errors = reference.compressed.errors
+            for slot in dict.fromkeys(name.rpartition("/")[2] for name in errors):
+                mine = {name: value for name, value in errors.items() if name.endswith(f"/{slot}")}
+                report.add(f"state {slot} after step {step}", {name: found[key_of("state", name)] for name in mine}, mine)
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:
             report.add(f"update of step {step}", *update_comparison.update_pairs(before, given, mine))
