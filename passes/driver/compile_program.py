@@ -153,6 +153,8 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
     with clean_up_compilation(), fewer_collections():
         if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # experts were traced in other groups
             return compile_program(request)
+        if wanted.plan.compressions or placed.plan.compressions:  # into how many parts the batch is cut may depend on the mesh
+            return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)
         return compile_program(request.having(depth="whole"))

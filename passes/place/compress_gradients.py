@@ -103,7 +103,7 @@ def _line_of(traced: TracedModel) -> CompressLine:
     takes = [str(term) for term in entry.terms] if entry is not None else []
     if BATCH not in takes:
         data = [one.axis for one in traced.plan.axes if any(term.covers(BATCH) for term in one.terms) and one.axis != line.axis]
-        what = f"a line for an axis of data, `compress {data[0]}: {line.format}`" if data else f"`{line.axis}: batch` beside it"
+        what = f"a line for an axis of data, `compress {data[0]}: {line.format}`" if data else f"`{line.axis}: batch` as its entry"
         does = "its factors are left to a search" if entry is not None and entry.auto else f"it splits {', '.join(takes) or 'nothing'}"
         raise PlanError(f"{line.where}: {line.axis} reduces no gradient: {does}\n  what to do: write {what}, or leave the line out")
     ranks, parts = traced.sizes[line.axis], line.count(traced.sizes[line.axis])
@@ -112,14 +112,16 @@ def _line_of(traced: TracedModel) -> CompressLine:
             f"{line.where}: {ranks} ranks of {line.axis} do not share {parts} parts of the batch equally\n"
             f"  what to do: a number of parts that {ranks} divides, or an axis whose size divides {parts}"
         )
-    if request.inputs == "local":
+    if request.inputs == "local" and line.axis not in traced.local_batch[:1]:
+        first = ", ".join(traced.local_batch[:1]) or "none"
         raise PlanError(
-            f'{line.where}: with inputs="local" gradients are not compressed yet\n  what to do: inputs="global", or leave the line out'
+            f"{line.where}: with inputs=\"local\" a part is the rows of ranks of the outermost axis of data, and that is {first}\n"
+            f"  what to do: put {line.axis} before {first} in the mesh, or inputs=\"global\""
         )
-    if request.count > 1 or request.microbatches is None or request.mesh.pipeline_axis is not None:
+    if traced.parts is not None:
         raise PlanError(
-            f"{line.where}: with microbatches and over a pipeline gradients are not compressed yet\n"
-            "  what to do: microbatches=1 on a mesh without pp, or leave the line out"
+            f"{line.where}: a mean of microbatches (batch_mix=\"mean_of_parts\") is not compressed yet\n"
+            "  what to do: batch_mix=\"refuse\", or leave the line out"
         )
     if request.adds:
         raise PlanError(

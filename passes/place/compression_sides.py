@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshc.ir.sharding import Sharding
@@ -32,6 +32,19 @@ def with_parts(interest: Mapping[str, Interest], parts: Mapping[int, str], facto
         gone = beside if name in parts.values() else parts.keys()
         found[name] = replace(one, ranks={factor: rows for factor, rows in one.ranks.items() if factor not in gone})
     return found
+
+
+def rows_of_ranks(
+    whole: Sharding, place: tuple[int, int], axes: Sequence[str], row: Sequence[int], parts: Mapping[int, str]
+) -> Sharding:
+    """A value whose ranks along `axes` have consecutive rows each. place: of its first batch factor; row: the factors of that dim. Where
+    these are parts, and what is left of the batch, the axis of the parts takes these, and the other axes the rest."""
+    dim, position = place
+    axis = parts.get(row[position])
+    rest = tuple(one for one in axes if one != axis)
+    if axis is None or axis not in axes or not rest or position + 1 == len(row):
+        return whole.with_axes(dim, position, tuple(axes))
+    return whole.with_axes(dim, position, (axis,)).with_axes(dim, position + 1, rest)
 
 
 def where_compressed(

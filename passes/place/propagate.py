@@ -31,7 +31,7 @@ from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.passes.phases.placed_model import Pins
 from meshc.passes.phases.traced_model import CompressionSide
-from meshc.passes.place.compression_sides import where_compressed
+from meshc.passes.place.compression_sides import rows_of_ranks, where_compressed
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.operator_names import is_free
@@ -106,7 +106,8 @@ class Propagator:
         elif port.kind == "state" or self._is_cache(port):
             given = None
         elif port.kind == "input" and self.local_batch and (place := batch_place(self.names, self.factors.dims[node, 0])) is not None:
-            given = whole.with_axes(*place, self.local_batch)
+            row = self.factors.dims[node, 0][place[0]]
+            given = rows_of_ranks(whole, place, self.local_batch, row, self.parts)
         self.result.given[(node, 0)] = given
         if is_free(port):
             self.result.free.add(node)

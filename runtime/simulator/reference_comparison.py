@@ -65,6 +65,7 @@ class Report:
 
     moved   by kind and name, movement of the model's own result on one device under roundings; measured if a usual bound was exceeded
     single  why float32 was used for a comparison requested in float64
+    left_out what was not compared, and why
     """
 
     tolerance: float
@@ -72,6 +73,7 @@ class Report:
     rows: list[tuple[str, str, float]] = field(default_factory=list)
     moved: dict[tuple[str, str], float] = field(default_factory=dict)
     single: str = ""
+    left_out: str = ""
     wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
 
@@ -113,6 +115,7 @@ class Report:
         ]
         first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
         first += f"compared in float32 and not in float64: {self.single}\n" if self.single else ""
+        first += f"not compared: {self.left_out}\n" if self.left_out else ""
         return first + self._first_error_text() + self._sensitivity_text() + tabulate(cells, headers=heads)
 
     def _first_error_text(self) -> str:

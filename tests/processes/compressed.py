@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshc
+from meshc.ir.keys import key_of
 from meshc.optimizer.spec import PART_ERRORS
 from tests.processes.reference import close
 from tests.processes.session import device_mesh
@@ -30,10 +31,11 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def run(mesh: str, plan: str, folder: str, do: str) -> None:
-    """do: `save` trains STEPS steps, saves, and trains STEPS more; `load` loads and trains STEPS more, to the same losses."""
+    """do: `save` trains STEPS steps, saves, and trains STEPS more; `load` loads and trains STEPS more, to the same losses; `parts` loads
+    what was saved into another number of parts, which have the sum of the errors."""
     dist.init_process_group("gloo")
     path, given, trained = Path(folder), batches(), model()
-    if do == "load":
+    if do != "save":
         for parameter in trained.parameters():
             torch.nn.init.normal_(parameter)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
@@ -42,16 +44,28 @@ def run(mesh: str, plan: str, folder: str, do: str) -> None:
     if do == "load":
         dcp.load({"program": program}, checkpoint_id=path / "program")
         wanted = json.loads((path / "losses.json").read_text())
+    elif do == "parts":
+        whole = torch.load(path / "whole.pt")
+        program.load_state_dict(whole)
     else:
         first = [program(x, y).item() for x, y in given[:STEPS]]
         dcp.save({"program": program}, checkpoint_id=path / "program")
+        whole = program.state_dict(full=True)
+        if dist.get_rank() == 0:
+            torch.save(whole, path / "whole.pt")
     assert program.store is not None
     errors = [held.buffer for held in program.store.held.values() if held.slot == PART_ERRORS]
     assert len(errors) == 3 and all(one.abs().max() > 0 for one in errors)
+    if do == "parts":
+        for name, value in whole["meshc"]["hidden"].items():
+            if name.endswith(PART_ERRORS):
+                here = program.store.held[key_of("state", name)].whole()
+                assert here.shape[0] != value.shape[0]
+                torch.testing.assert_close(here.sum(0), value.sum(0))
     losses = [program(x, y).item() for x, y in given[STEPS:]]
     if do == "load":
         close(losses, wanted, 1e-9)
-    elif dist.get_rank() == 0:
+    elif do == "save" and dist.get_rank() == 0:
         assert losses[-1] < first[0]
         (path / "losses.json").write_text(json.dumps(losses))
     if dist.get_rank() == 0:

@@ -56,6 +56,8 @@ def test_errors_of_compressed_gradients_resume_under_another_mesh(route: tuple[t
     """20 steps, saved, and 20 steps more under another mesh and plan are 40 steps."""
     for step, (mesh, plan) in enumerate(route):
         run("compressed", Mesh(mesh).world_size, mesh, plan, str(tmp_path), "load" if step else "save")
+    mesh, plan = route[0]
+    run("compressed", Mesh(mesh).world_size, mesh, plan.partition(" of ")[0] + " of 6 parts", str(tmp_path), "parts")
 
 
 HEARD = "heard seen read_beside_images told_by_a_model_inside"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.errors import PlanError, VerifyError
+from meshc.ir import record, spmd
 from meshc.ir.keys import is_a
 from meshc.ops.block_codes import BLOCK
 from meshc.optimizer.spec import PART_ERRORS, SUM_ERROR
@@ -53,11 +54,13 @@ class Model(nn.Module):
         return self.again(F.gelu(self.again(x)))
 
 
-def step(mesh: str, plan: str, model: nn.Module | None = None, rows: int = 12, **ask: Any) -> meshc.Program:
+def step(mesh: str, plan: str, model: nn.Module | None = None, microbatches: int | None = None, **ask: Any) -> meshc.Program:
     torch.manual_seed(0)
     model = model or Model()
-    train = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), loss=F.mse_loss, clip_grad_norm=0.5)
-    inputs = torch.randn(rows, 5, 16), torch.randn(rows, 5, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss, clip_grad_norm=0.5, microbatches=microbatches)
+    dtype = next(model.parameters()).dtype
+    inputs = torch.randn(12, 5, 16, dtype=dtype), torch.randn(12, 5, 24, dtype=dtype)
     return meshc.compile(train, meshc.Mesh(mesh), args=inputs[:1], kwargs={"target": inputs[1]}, plan=plan, **ask)
 
 
@@ -73,6 +76,40 @@ def test_a_line_means_the_same_on_every_mesh(mesh: str, plan: str) -> None:
     assert report.worst < 1e-11
     kinds = {kind for kind, _, _ in report.rows}
     assert {f"state {slot} after step 2" for slot in (PART_ERRORS, SUM_ERROR)} <= kinds
+
+
+@pytest.mark.parametrize("mesh, plan", [MESHES[1], MESHES[4]])
+def test_ranks_may_have_parts_of_the_batch_of_their_own(mesh: str, plan: str) -> None:
+    """Rows of a part are those of a rank of the compressed axis, and of the ranks within."""
+    model = Model()
+    train = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=F.mse_loss)
+    ranks = meshc.Mesh(mesh).world_size
+    x, target = torch.randn(12, 5, 16), torch.randn(12, 5, 24)
+    given = {"args": (x[: 12 // ranks],), "kwargs": {"target": target[: 12 // ranks]}}
+    program = meshc.compile(train, meshc.Mesh(mesh), plan=plan.format("int8"), inputs="local", **given)
+    assert meshc.verify(program, {"x": x, "target": target}).worst < 1e-11 and program.prove().holds
+
+
+def test_one_part_is_of_the_outermost_axis() -> None:
+    with pytest.raises(PlanError, match=r"the outermost axis of data, and that is dp_replicate\n  what to do: put dp_shard before"):
+        step(MESHES[5][0], MESHES[5][1].format("int8"), inputs="local")
+
+
+@pytest.mark.parametrize("mesh, plan", [MESHES[0], ("pp=2,dp=2", MESHES[0][1]), MESHES[4]])
+def test_microbatches_are_added_up_before_they_travel(mesh: str, plan: str) -> None:
+    program = step(mesh, plan.format("sign"), microbatches=2)
+    assert meshc.verify(program).worst < 1e-11 and program.prove().holds
+    for name, stage in program.compiled.stages.items():
+        travel = stage.graph.find_nodes(op="call_function", target=spmd.all_to_all)
+        assert name.startswith("after") or not [node for node in travel if record(node).dtype == torch.uint8]
+
+
+def test_16_bit_parameters_are_rounded_from_float32() -> None:
+    program = step("dp=2", "dp: batch\ncompress dp: int8", Model().bfloat16())
+    kept = {port.dtype for port in program.compiled.inputs if port.name.endswith((PART_ERRORS, SUM_ERROR))}
+    assert kept == {torch.float32}
+    report = meshc.verify(program)
+    assert report.ok and "not compared: the update, by gradients that are compressed" in str(report)
 
 
 class First(nn.Module):
