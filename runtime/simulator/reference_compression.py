@@ -24,17 +24,21 @@ from meshc.runtime.state.stored_tensor import memory_of
 aten = torch.ops.aten
 
 BLOCK: Final = 256
-PRODUCTS: Final = (aten.mm.default, aten.addmm.default)
 EACH: Final = (aten.add.Tensor, aten.add_.Tensor, aten._to_copy.default, aten.clone.default)
 
 
-class GradientRows(TorchDispatchMode):
-    """`sizes`: by the number of rows that a product sums over, how these are cut: [lead, parts, rest]."""
+Cut = tuple[int, int, int]
+"""Rows that a product sums over, as [lead, parts, rest]."""
+Cuts = tuple[Cut, ...]
 
-    def __init__(self, sizes: Mapping[int, tuple[int, int, int]]) -> None:
+
+class GradientRows(TorchDispatchMode):
+    """`cuts`: of the products that some parameter's gradient is a sum of, how rows are cut; of each such tuple parts are kept."""
+
+    def __init__(self, cuts: Iterable[Cuts]) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.parts: dict[int, list[Tensor]] = {}
+        self.sizes = {one: _by_rows(one) for one in cuts}
+        self.parts: dict[int, dict[Cuts, list[Tensor]]] = {}
         """By memory, the parts of a value, each with the value's strides."""
         self.held: list[Tensor] = []
         """Tensors whose memory must not be used again."""
@@ -43,30 +47,51 @@ class GradientRows(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if torch._C._current_graph_task_id() == -1 or not isinstance(made, Tensor):
             return made
-        if func is aten.mm.default and args[0].shape[1] in self.sizes:
-            lead, parts, rest = self.sizes[args[0].shape[1]]
-            a, b = args[0].unflatten(1, (lead, parts, rest)), args[1].unflatten(0, (lead, parts, rest))
-            self._keep(made, [torch.einsum("mlr,lrn->mn", a[:, :, part], b[:, part]) for part in range(parts)])
-        elif func in EACH:
-            known = [self.of(one) if isinstance(one, Tensor) else one for one in args]
-            rows = [one for one in known if isinstance(one, list)]
-            self.parts.pop(memory_of(made), None)
-            if rows and None not in known:
-                pure = aten.add.Tensor if func is aten.add_.Tensor else func
-                each = zip(*(one if isinstance(one, list) else [one] * len(rows[0]) for one in known), strict=True)
-                self._keep(made, [pure(*values, **(kwargs or {})) for values in each])
+        found = {cuts: parts for cuts in self.sizes if (parts := self._parts(func, args, kwargs or {}, cuts)) is not None}
+        if func is aten.mm.default or func in EACH:
+            self.held.append(made)
+            self.parts[memory_of(made)] = {cuts: [_like(made, part) for part in parts] for cuts, parts in found.items()}
         return made
 
-    def _keep(self, made: Tensor, parts: Sequence[Tensor]) -> None:
-        self.held.append(made)
-        self.parts[memory_of(made)] = [torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).copy_(part) for part in parts]
+    def _parts(self, func: OpOverload, args: Sequence[Any], keywords: Keywords, cuts: Cuts) -> list[Tensor] | None:
+        """The parts of a call's result; None if it has none."""
+        if func is aten.mm.default:
+            cut = self.sizes[cuts].get(args[0].shape[1])
+            if cut is None:
+                return None
+            a, b = args[0].unflatten(1, cut), args[1].unflatten(0, cut)
+            return [torch.einsum("mlr,lrn->mn", a[:, :, part], b[:, part]) for part in range(cut[1])]
+        if func not in EACH:
+            return None
+        known = [self.of(one, cuts) if isinstance(one, Tensor) else one for one in args]
+        rows = [one for one in known if isinstance(one, list)]
+        if not rows or None in known:
+            return None
+        pure = aten.add.Tensor if func is aten.add_.Tensor else func
+        each = zip(*(one if isinstance(one, list) else [one] * len(rows[0]) for one in known), strict=True)
+        return [pure(*values, **keywords) for values in each]
 
-    def of(self, value: Tensor) -> list[Tensor] | None:
+    def of(self, value: Tensor, cuts: Cuts) -> list[Tensor] | None:
         """The parts of a value that is a view of one with parts."""
-        found = self.parts.get(memory_of(value))
+        found = self.parts.get(memory_of(value), {}).get(cuts)
         if found is None:
             return None
         return [one.as_strided(value.shape, value.stride(), value.storage_offset()) for one in found]
+
+
+def _like(made: Tensor, part: Tensor) -> Tensor:
+    """A part with the strides of the whole."""
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).copy_(part)
+
+
+def _by_rows(cuts: Cuts) -> dict[int, Cut]:
+    """Cuts by the number of rows of a product, and by those of one of the steps that torch may run in its place; numbers that two cuts have
+    are left out."""
+    found: dict[int, set[Cut]] = defaultdict(set)
+    for lead, parts, rest in cuts:
+        found[lead * parts * rest].add((lead, parts, rest))
+        found[parts * rest].add((1, parts, rest))
+    return {rows: one for rows, (one, *others) in found.items() if not others}
 
 
 class CompressedGradients:
@@ -76,19 +101,20 @@ class CompressedGradients:
     errors   by the name of a state, its value, from the first step on
     """
 
-    def __init__(self, formats: Mapping[str, str], rows: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        self.formats, self.rows = formats, rows
+    def __init__(self, formats: Mapping[str, str], rows: Mapping[str, Iterable[Cut]]) -> None:
+        self.formats = formats
+        self.rows = {name: tuple(sorted(set(cuts))) for name, cuts in rows.items()}
         self.errors: dict[str, Tensor] = {}
         self._parts: dict[str, list[Tensor]] = {}
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
         """A context for one backward, in which parts of gradients are found."""
-        mode = GradientRows(_by_rows(cut for row in self.rows.values() for cut in row))
+        mode = GradientRows(dict.fromkeys(self.rows.values()))
         self._parts.clear()
 
         def note(name: str, gradient: Tensor) -> None:
-            if (found := mode.of(gradient)) is not None:
+            if (found := mode.of(gradient, self.rows[name])) is not None:
                 self._parts[name] = [one.clone() for one in found]
 
         with ExitStack() as stack:
@@ -118,16 +144,6 @@ class CompressedGradients:
 
     def _error(self, name: str, like: Tensor) -> Tensor:
         return self.errors.get(name, torch.zeros_like(like))
-
-
-def _by_rows(cuts: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int, int]]:
-    """Cuts by the number of rows of a product, and by those of one of the steps that torch may run in its place; numbers that two cuts have
-    are left out."""
-    found: dict[int, set[tuple[int, int, int]]] = defaultdict(set)
-    for lead, parts, rest in cuts:
-        found[lead * parts * rest].add((lead, parts, rest))
-        found[parts * rest].add((1, parts, rest))
-    return {rows: one for rows, (one, *others) in found.items() if not others}
 
 
 def round_gradient(value: Tensor, format: str) -> Tensor:

@@ -162,6 +162,17 @@ def test_bytes_are_those_of_the_formula(format: str, least: int, ranks: int) -> 
     assert narrow.get("all_reduce", 0) <= 16
 
 
+def test_attention_that_turns_rows_round_is_cut_by_its_rows() -> None:
+    """Within it the sequence comes first, outside of it the batch: products of as many rows are cut in two ways."""
+    model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.1)
+    train = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss)
+    x, plan = torch.randn(4, 5, 16), "dp: batch\ncompress dp: int8"
+    program = meshc.compile(train, meshc.Mesh("dp=2"), args=(x,), kwargs={"target": x}, plan=plan)
+    cuts = program.lowered.placed.traced.compressed
+    assert {one.lead for name in ("self_attn.in_proj_weight", "linear1.weight") for one in cuts[name].cut} == {1, 5}
+    assert meshc.verify(program).worst < 1e-11
+
+
 def test_what_is_lost_by_rounding_comes_later() -> None:
     """Of ten steps with one gradient, what was applied and the errors are ten gradients, whatever the format."""
     gradient = torch.randn(3, 2, 4, 16, dtype=torch.float64)
