@@ -103,6 +103,8 @@ NEEDED = {
     "capture": "the model's graph",
     "autocast": "a program does not know torch's autocast",
     "differentiate": "gradients",
+    "precision": "products in the formats of the plan",
+    "compress": "gradients in the formats of the plan",
     "update": "new parameters and state",
     "factorize": "which dims are one",
     "split_axes": "axes that a plan has for two factors",

@@ -104,6 +104,13 @@ def test_microbatches_are_added_up_before_they_travel(mesh: str, plan: str) -> N
         assert name.startswith("after") or not [node for node in travel if record(node).dtype == torch.uint8]
 
 
+def test_gradients_start_amid_backward() -> None:
+    nodes = [*step("dp=2", "dp: batch\ncompress dp: int8").compiled.stages["main"].graph.nodes]
+    starts = [place for place, node in enumerate(nodes) if node.target is spmd.all_to_all]
+    products = [place for place, node in enumerate(nodes) if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)]
+    assert sum(start < products[-1] for start in starts) >= 4
+
+
 def test_16_bit_parameters_are_rounded_from_float32() -> None:
     program = step("dp=2", "dp: batch\ncompress dp: int8", Model().bfloat16())
     kept = {port.dtype for port in program.compiled.inputs if port.name.endswith((PART_ERRORS, SUM_ERROR))}
