@@ -74,11 +74,16 @@ PRECISION: Final[Pass[TracedModel, TracedModel]] = _pass(
     "behind the trace, which is the same for all plans; before factorize, so that scales are sharded like any value",
     when=lambda traced: bool(traced.plan.precisions),
 )
+COMPRESS: Final[Pass[TracedModel, TracedModel]] = _pass(
+    "compress", "place.compress_gradients:compress_gradients",
+    "behind precision, which looks for products as the model has them; before update, which takes what is made of gradients here",
+    when=lambda traced: bool(traced.plan.compressions),
+)
 UPDATE: Final[Pass[TracedModel, TracedModel]] = _pass(
     "update", "trace.append_update:append_update",
     "on the global view, so that norms and updates shard by the same rules as the model",
 )
-COMPLETED: Final = (SPARSITY, PRECISION, UPDATE)
+COMPLETED: Final = (SPARSITY, PRECISION, COMPRESS, UPDATE)
 """Passes from the trace of a model to all that one device would compute."""
 
 FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = _pass("factorize", "place.find_factors:find_factors")

@@ -337,7 +337,8 @@ class CompileArguments:
         ask: dict[str, Any] = dict(
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
-            hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
+            hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None,
+            clip_grad_value=step.clip_grad_value if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined_inputs(given),
             outputs=self.outputs, names=self.names, autocast=call_keys.autocast_state(), fixed=fixed, offloaded=offloaded,
             dynamic=self.dynamic, owners=store.places() if store is not None else {}, backend=self.backend,

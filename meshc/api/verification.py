@@ -29,7 +29,7 @@ from meshc.ops.random import seed_step
 from meshc.ops.state_rounding import round_state
 from meshc.optimizer.optimizer import Optimizers, describe, numbers, parameters_of
 from meshc.optimizer.slots import fresh_copy
-from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
+from meshc.optimizer.spec import CODES, PART_ERRORS, SCALE, SUM_ERROR, OptimizerSpec
 from meshc.passes.driver.compile_program import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
@@ -42,11 +42,17 @@ from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
     from meshc.api.handle import Program
+
+ROUNDED: Final = (
+    "the update, by gradients that are compressed: in less than double precision the order of a sum decides how an element is rounded\n"
+    "  what to do: program.prove(), or verify a float32 copy of a model in 16 bits, whose arithmetic is double there"
+)
 
 Inputs: TypeAlias = Mapping[str, object] | Sequence[object] | None
 
@@ -57,8 +63,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
     dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
              has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why.
-             The default under precision and sparse lines: roundings of float32 decide what an 8-bit number is rounded to, and which of
-             two weights is larger, by which results differ
+             The default under precision, compress and sparse lines: roundings of float32 decide what an 8-bit number is rounded to, and
+             which of two weights is larger, by which results differ
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -69,7 +75,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    if dtype is None and (_formats(program) or program.lowered.placed.traced.sparsity):
+    if dtype is None and _changes_numbers(program):
         dtype = torch.float64
     store, world = program.compilations.store, program.world
     if store is None:
@@ -85,13 +91,13 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
         def work() -> dict[str, object]:
             report = _verify(program, values, call, dtype == torch.float64)
             moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
-            told = {"tolerance": report.tolerance, "amplified": report.amplified, "single": report.single}
+            told = {name: getattr(report, name) for name in ("tolerance", "amplified", "single", "left_out")}
             return {**told, "rows": report.rows, "moved": moved}
 
         found = world.from_rank_0(work)
     rows = [(kind, name, error) for kind, name, error in found["rows"]]
     moved = {(kind, name): moved for kind, name, moved in found["moved"]}
-    return verification.Report(found["tolerance"], found["amplified"], rows, moved, single=found["single"])
+    return verification.Report(found["tolerance"], found["amplified"], rows, moved, single=found["single"], left_out=found["left_out"])
 
 
 def _as_arguments(inputs: Mapping[str, object] | Sequence[object]) -> Arguments:
@@ -184,13 +190,27 @@ def reference_of(
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     return verification.Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats,
-        ReferenceMasks(twin, lines) if lines else None,
+        ReferenceMasks(twin, lines) if lines else None, _compressions(program),
     )  # fmt: skip
 
 
 def _formats(program: Program) -> Mapping[str, Format]:
     """By parameter, the format of its products, as the plan's precision lines say."""
     return program.lowered.placed.traced.precision
+
+
+def _compressions(program: Program) -> CompressedGradients | None:
+    """What the plan's compress line makes of gradients, on one device."""
+    found = program.lowered.placed.traced.compressed
+    if not found:
+        return None
+    rows = {name: [(cut.lead, cut.parts, cut.rest) for cut in one.cut] for name, one in found.items()}
+    return CompressedGradients({name: one.format for name, one in found.items()}, rows)
+
+
+def _changes_numbers(program: Program) -> bool:
+    """Whether the plan has lines that change what is computed."""
+    return bool(_formats(program) or program.lowered.placed.traced.compressed)
 
 
 def _verify_there(
@@ -200,7 +220,7 @@ def _verify_there(
     ask, reference = program.lowered.request, reference_of(program, values, call, double)
     twin, inputs = reference.module, (reference.args, reference.kwargs)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
-    least = verification.FEW_BITS if _formats(program) and not double else 0.0
+    least = verification.FEW_BITS if _changes_numbers(program) and not double else 0.0
     report = verification.Report(max(verification.tolerance_of(computed, double), least))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
     shapes = dict(program.asked.shapes(inputs))
@@ -223,7 +243,9 @@ def _verify_there(
         compare = verification.compare_module if program.step is None else verification.compare_gradients
         verification.run_comparison(report, reference, partial(compare, plain))
         _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.lowered.parts, reference)
-        if program.step is not None:
+        if reference.compressed is not None and report.tolerance > verification.TOLERANCE[torch.float64]:
+            report.left_out = ROUNDED
+        elif program.step is not None:
 
             def update(reference: verification.Reference, report: verification.Report) -> None:
                 verify_update(program, again.updating, shapes, twin, reference, report, double)
@@ -301,6 +323,8 @@ def verify_update(
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
     def state(port: Port) -> torch.Tensor:
+        if port.name.endswith((PART_ERRORS, SUM_ERROR)):
+            return torch.zeros(port.shape, dtype=port.dtype)
         return slots[port.name].initial(mine[port.of].detach())
 
     def keep(step: int) -> None:
@@ -326,7 +350,6 @@ def verify_update(
 
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
-    clip = program.step.clip_grad_norm
     with count_choices(twin, program.options.experts.bias_update) as counts:
 
         def after(step: int) -> None:
@@ -340,12 +363,13 @@ def verify_update(
             optimizer,
             state,
             lambda: numbers(optimizer),
-            clip,
+            program.step.clip_grad_norm,
             report,
             keep=after,
             widened=widen_state,
             steps=steps,
             parameters=double,
+            clip_value=program.step.clip_grad_value,
         )
 
 

@@ -1,11 +1,13 @@
-"""Gradient-clipping option, one norm or norms by patterns of names: its checks, its groups of parameters, and clipping on one device.
+"""Gradient-clipping options, by value and by one norm or norms by patterns of names: checks, groups of parameters, clipping on one device.
 
     clip_grad_norm=1.0                                       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     clip_grad_norm={"embed.*": 0.1, "layers.*": 1.0}         each group by its own norm; a parameter without a pattern is not clipped
+    clip_grad_value=0.5                                      torch.nn.utils.clip_grad_value_(model.parameters(), 0.5), ahead of any norm
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -36,6 +38,20 @@ def check(clip: Clip, names: Iterable[str]) -> None:
         raise PlanError(f"clip_grad_norm: {join_names(twice, 4)}: two patterns name it, and a gradient is clipped once")
 
 
+def check_value(limit: float | None, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises PlanError for a limit that is no positive number, and for complex parameters, whose gradients have no order."""
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+        raise PlanError(f"clip_grad_value={limit!r}: the largest magnitude of an element of a gradient, a number above 0")
+    complex_ones = [name for name, parameter in parameters if parameter.is_complex()]
+    if complex_ones:
+        raise PlanError(
+            f"clip_grad_value: {join_names(complex_ones, 4)}: a complex gradient is not cut by value\n"
+            "  what to do: clip_grad_norm=, which is defined for complex gradients"
+        )
+
+
 def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]:
     """(largest norm, names of its parameters) of each group that has any."""
     patterns = clip if isinstance(clip, Mapping) else {} if clip is None else {"*": clip}
@@ -44,9 +60,12 @@ def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]
     return [(limit, group) for limit, group in found if group]
 
 
-def clip_(module: nn.Module, clip: Clip) -> Tensor | None:
-    """Clip gradients on one device. Returns the norm of all gradients before clipping; None if nothing is clipped."""
+def clip_(module: nn.Module, clip: Clip, value: float | None = None) -> Tensor | None:
+    """Clip gradients on one device, first by value and then by norm. Returns the norm of all gradients between the two; None if no norm is
+    clipped."""
     parameters = dict(module.named_parameters())
+    if value is not None:
+        torch.nn.utils.clip_grad_value_(parameters.values(), value)
     if not isinstance(clip, Mapping):
         return None if clip is None else torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])

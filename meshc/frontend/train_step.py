@@ -44,6 +44,8 @@ class TrainStep:
     optimizer       a torch.optim optimizer, several in a list, or a wrapper whose `step` calls theirs
     clip_grad_norm  the largest global norm of all gradients; a dict from patterns of parameters' names to norms clips each group by its
                     own ({"embed.*": 0.1, "layers.*": 1.0})
+    clip_grad_value the largest magnitude of an element of a gradient: `sign(g) * min(|g|, t)`. By value comes first, then by norm, so that
+                    both bounds hold, and `metrics["grad_norm"]` is what `clip_grad_norm_` returns behind `clip_grad_value_`
     microbatches    how many parts the batch is worked through in, one after the other; the result is the whole batch's
     batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
                     "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
@@ -59,6 +61,7 @@ class TrainStep:
         clip_grad_norm: Clip = None,
         microbatches: int | None = None,
         batch_mix: str = "refuse",
+        clip_grad_value: float | None = None,
     ) -> None:
         if batch_mix not in BATCH_MIX:
             raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
@@ -68,11 +71,13 @@ class TrainStep:
         self.optimizer = list(optimizer) if isinstance(optimizer, list | tuple) else optimizer
         self.loss = loss
         self.clip_grad_norm = clip_grad_norm
+        self.clip_grad_value = clip_grad_value
         self.microbatches = microbatches
         self.batch_mix = batch_mix
         self._found: tuple[tuple[int, ...], Optimizers] | None = None
         admission.refuse_kind(self)
         clipping.check(clip_grad_norm, (name for name, _ in model.named_parameters()))
+        clipping.check_value(clip_grad_value, model.named_parameters())
         self.optimizers  # noqa: B018  refuses what is no optimizer, at the user's line
 
     @property

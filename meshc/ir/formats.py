@@ -1,4 +1,5 @@
-"""Table of the formats of few bits: element types, what one scale covers, how it is made, and which products stay as they are.
+"""Table of the formats of few bits: element types, what one scale covers, how it is made, and which products stay as they are; formats in
+which gradients travel.
 
 A product of [m, k] and [k, n] in a format is a product of two operands that are multiplied by a scale, rounded to an element type, and
 multiplied by the inverse of the scale. `docs/precision.md` defines it. Adding a format is adding an entry to FORMATS.
@@ -92,3 +93,8 @@ FORMATS: Final[Mapping[str, Format]] = {each.name: each for each in _TABLE}
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
 also in what is rounded when; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
 nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
+
+SIGN: Final = "sign"
+COMPRESSED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "e4m3", SIGN: ""}
+"""Name in a compress line -> element type of a gradient on its way, under a scale for each block of 256 of a row; of a sign a bit, under
+one scale for each part and parameter. `docs/compressed-gradients.md` defines them."""

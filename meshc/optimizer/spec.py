@@ -41,6 +41,12 @@ GRADIENT = HIDDEN + "gradient"
 SUM = HIDDEN + "sum"
 """Gradient accumulated over the calls that do not step."""
 
+PART_ERRORS = HIDDEN + "part_errors"
+"""What rounding the gradient of each part of the batch has left, [parts, ...], where the plan compresses gradients."""
+
+SUM_ERROR = HIDDEN + "sum_error"
+"""What rounding the sum of these gradients has left."""
+
 KEPT: Final = ("bf16", "8bit")
 """Formats in fewer bits in which optimizer state may be stored."""
 

@@ -12,8 +12,9 @@
     offload state                                  tensors that are kept on the host while not in use
     precision model.layers.*: float8 row           products in few bits
     sparse model.layers.*: 2:4                     products with the largest 2 of each 4 weights
+    compress dp: int8                              gradients over an axis in fewer bits, with error feedback
 
-Lines of the last two kinds change what is computed; no others do.
+Lines of the last three kinds change what is computed; no others do.
 
 ``Plan(text)`` parses, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. ``docs/plans.md`` defines the entries.
 """
@@ -30,19 +31,19 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
+from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, PlanLine, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.precision_lines import PrecisionLine, SparseLine
+from meshc.plan.precision_lines import CompressLine, PrecisionLine, SparseLine
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk, precision and sparse lines.
+    """Axis entries, pins of tensors and of operators, and store, recompute, offload, chunk, precision, sparse and compress lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
-    ``keep``, ``offload``, ``chunk``, ``precision`` and ``sparse`` each hold a list.
+    ``keep``, ``offload``, ``chunk``, ``precision``, ``sparse`` and ``compress`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     chunks: tuple[ChunkLine, ...]
     precisions: tuple[PrecisionLine, ...]
     sparsities: tuple[SparseLine, ...]
+    compressions: tuple[CompressLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         vars(self).update(vars(lines if isinstance(lines, Plan) else Plan.of(**read_entries(number_lines(lines), "this plan"))))
@@ -73,13 +75,14 @@ class Plan:
         chunks: Iterable[ChunkLine] = (),
         precisions: Iterable[PrecisionLine] = (),
         sparsities: Iterable[SparseLine] = (),
+        compressions: Iterable[CompressLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
         vars(plan).update(
             axes=tuple(axes), pins=tuple(pins), stores=tuple(stores), operators=tuple(operators), remats=tuple(remats), kept=tuple(kept),
             offloads=tuple(offloads), chunks=tuple(chunks), precisions=tuple(precisions),
-            sparsities=tuple(sparsities),
+            sparsities=tuple(sparsities), compressions=tuple(compressions),
         )  # fmt: skip
         refuse_faults("these entries are no plan", duplicates(plan.axes))
         return plan
@@ -122,6 +125,7 @@ class Plan:
         uses = [(entry.where, entry.axis) for entry in self.axes]
         uses += dict.fromkeys((line.where, axis) for line in lines for axis, _, _ in line.splits())
         uses += dict.fromkeys((pin.where, axis) for pin in self.operators for axis in pin.axes)
+        uses += [(line.where, line.axis) for line in self.compressions]
         faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
         for line in lines:
             faults += _clashes_within(line)
@@ -143,11 +147,11 @@ class Plan:
 
     def lines(
         self,
-    ) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine | PrecisionLine | SparseLine, ...]:
+    ) -> tuple[PlanLine, ...]:
         """All lines except the axis entries, in printed order."""
         return (
             *self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks, *self.precisions,
-            *self.sparsities,
+            *self.sparsities, *self.compressions,
         )  # fmt: skip
 
     def __repr__(self) -> str:

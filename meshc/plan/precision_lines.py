@@ -4,6 +4,8 @@
     sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
     sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
     sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
+    compress dp: int8                        gradients over an axis of data in fewer bits (docs/compressed-gradients.md)
+    compress dp: sign of 4 parts             the batch is cut in 4 parts, whatever the axis's size
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from meshc.ir.formats import FORMATS
+from meshc.ir.formats import COMPRESSED, FORMATS
+from meshc.ir.mesh import NAME
 from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import PlanLine, is_in
 from meshc.plan.plan_faults import suggest
@@ -104,3 +107,38 @@ def read_sparse_line(line: Line) -> SparseLine:
                 line.fail("this number is too large", start)
     line.expect_end("a sparse line ends after `decay NUMBER` or `fixed`")
     return SparseLine(pattern, n, m, decay, fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressLine(PlanLine):
+    """Format in which gradients travel over an axis. `parts`: in how many parts the batch is cut; None: as many as the axis has ranks."""
+
+    axis: str
+    format: str
+    parts: int | None = None
+
+    def count(self, ranks: int) -> int:
+        """Number of parts on an axis of so many ranks."""
+        return ranks if self.parts is None else self.parts
+
+    def __str__(self) -> str:
+        return f"compress {self.axis}: {self.format}" + ("" if self.parts is None else f" of {self.parts} parts")
+
+
+def read_compress_line(line: Line) -> CompressLine:
+    formats = ", ".join(map(repr, COMPRESSED))
+    axis = line.expect(NAME.pattern, "a compress line names an axis of data, and a format: `compress dp: int8`")
+    line.expect(":", f"then comes a colon, and a format: {formats}")
+    start = line.at
+    format = line.expect(r"[\w.-]+", f"a format belongs here: {formats}")
+    if format not in COMPRESSED:
+        line.fail(f"{format} is no format of gradients{suggest(format, COMPRESSED)}; formats are {formats}", start)
+    if line.is_at_end:
+        return CompressLine(axis, format)
+    line.expect(r"of\b", "behind the format may stand the number of parts of the batch: `compress dp: int8 of 4 parts`")
+    start = line.at
+    parts = int(line.expect(r"\d{1,6}", "a number of parts belongs here: `compress dp: int8 of 4 parts`"))
+    if parts < 1:
+        line.fail("a batch has at least one part", start)
+    line.expect(r"parts?\b", "`parts` belongs here: `compress dp: int8 of 4 parts`")
+    return CompressLine(axis, format, parts)

@@ -35,7 +35,7 @@ from meshc.plan.entries import (
 )
 from meshc.plan.memory_lines import read_chunk_line, read_keep_line, read_offload_line, read_remat_line
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.precision_lines import read_precision_line, read_sparse_line
+from meshc.plan.precision_lines import read_compress_line, read_precision_line, read_sparse_line
 
 WORDS: Final = ("pin", *RESERVED)
 """First words of lines that are no axis entries. The RESERVED ones cannot be axis names."""
@@ -357,6 +357,7 @@ _KINDS_OF_LINES: Final[Sequence[tuple[str, str, Callable[[Line], PlanLine]]]] = 
     ("chunks", r"chunk\b", read_chunk_line),
     ("precisions", r"precision\b", read_precision_line),
     ("sparsities", r"sparse\b", read_sparse_line),
+    ("compressions", r"compress\b", read_compress_line),
     ("stores", r"store\b", _read_store_line),
     ("axes", "", _read_axis),
 )

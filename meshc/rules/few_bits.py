@@ -1,4 +1,4 @@
-"""Sharding rules of scales, of values rounded under them, and of their products.
+"""Sharding rules of scales, of values rounded under them, of their products, and of gradients on their way in fewer bits.
 
 A scale and what it scales are made where they are read, of what lies there, and only then brought to other ranks: the rounded value is a
 half or a quarter of the bytes. A scale over a dim that is split is the minimum over the ranks.
@@ -9,10 +9,12 @@ from __future__ import annotations
 from torch.fx import Node
 
 from meshc.ir.schemas import named_arguments
-from meshc.ops import quantize as _operators  # noqa: F401 - registers its operators
+from meshc.ops import compress as _compressing_operators  # noqa: F401 - registers them
+from meshc.ops import quantize as _rounding_operators  # noqa: F401 - registers them
 from meshc.rules.contraction import WEIGHT
 from meshc.rules.operator import Operator, Shapes, declarations
-from meshc.rules.rule import ONE, Dims, Rule, broadcast_dims, dims_of, einsum, pointwise, shape_of
+from meshc.rules.optimizer_updates import BLOCKS, lower_blocks
+from meshc.rules.rule import ONE, Dims, Rule, broadcast_dims, dims_of, einsum, letters_of, pointwise, shape_of
 
 
 def _scale_of(node: Node, tensors: list[Node]) -> Rule:
@@ -60,7 +62,38 @@ def _product_flops(node: Node, shapes: Shapes) -> float:
     return flops
 
 
+def _in_blocks(node: Node, tensors: list[Node], shrinks: bool) -> Rule:
+    """Values and the peaks of their blocks, by global index, so that any factor may be split."""
+    letters = letters_of(tensors[0])
+    peaks = (*letters[:-1], BLOCKS)
+    return Rule((letters, peaks), (letters,), whole={BLOCKS}, kind="layout", settles=True, shrinks=shrinks, lower=lower_blocks)
+
+
+def _quantize_blocks(node: Node, tensors: list[Node]) -> Rule:
+    return _in_blocks(node, tensors, shrinks=True)
+
+
+def _dequantize_blocks(node: Node, tensors: list[Node]) -> Rule:
+    return _in_blocks(node, tensors, shrinks=False)
+
+
+def _pack_signs(node: Node, tensors: list[Node]) -> Rule:
+    letters = dims_of("d", shape_of(tensors[0])[:-1])
+    return Rule(((*letters, "bit"),), (letters,), whole={"bit"}, kind="layout", settles=True, shrinks=True, fills=True)
+
+
+def _unpack_signs(node: Node, tensors: list[Node]) -> Rule:
+    shape = shape_of(tensors[0])
+    letters: Dims = dims_of("d", shape)
+    scale = broadcast_dims(shape_of(tensors[1]), shape, letters)
+    return Rule((letters, scale), ((*letters, "bit"),), whole={"bit"}, kind="layout", settles=True, fills=True)
+
+
 OPERATORS = declarations({
+    "meshc.quantize_blocks": Operator(_quantize_blocks),
+    "meshc.dequantize_blocks": Operator(_dequantize_blocks),
+    "meshc.pack_signs": Operator(_pack_signs),
+    "meshc.unpack_signs": Operator(_unpack_signs),
     "meshc.scale_of": Operator(_scale_of, one_pass=True, cheap=True),
     "meshc.quantize": Operator(_quantize, cheap=True),
     "meshc.dequantize": Operator(_dequantize, cheap=True),

@@ -47,11 +47,11 @@ def _stored_state(operands: str, lower: Callable[[Local], Node]) -> RuleFunction
 def _block_scale(node: Node, tensors: list[Node]) -> Rule:
     """block_scale(value, global, local, offsets, last): a block on several ranks has the maximum of their parts."""
     letters = letters_of(tensors[0])
-    return Rule((letters,), ((*letters[:-1], BLOCKS),), ({letters[-1]: "max"},), {BLOCKS}, kind="update", lower=_lower_blocks)
+    return Rule((letters,), ((*letters[:-1], BLOCKS),), ({letters[-1]: "max"},), {BLOCKS}, kind="update", lower=lower_blocks)
 
 
-def _lower_blocks(local: Local) -> Node:
-    """The value's tile has a dim for each factor; `last` is the number of factors of the last dim."""
+def lower_blocks(local: Local) -> Node:
+    """The operator itself on its tile. The value's tile has a dim for each factor; `last` is the number of factors of the last dim."""
     letters = local.rule.operands[0]
     return local.call(*local.operands, **local.tile(letters), last=len(local.tile(letters[-1:])["offsets"]))
 
@@ -65,7 +65,7 @@ OPERATORS = declarations({
     "meshc.adam meshc.adam_amsgrad meshc.sgd meshc.sgd_plain meshc.round_param meshc.join_master": Operator(_update),
     "meshc.round_state": Operator(_stored_state("value value seed", draw)),
     "meshc.block_scale": Operator(_block_scale),
-    "meshc.encode_state": Operator(_stored_state("value value scale seed", _lower_blocks)),
-    "meshc.decode_state": Operator(_stored_state("value scale", _lower_blocks)),
+    "meshc.encode_state": Operator(_stored_state("value value scale seed", lower_blocks)),
+    "meshc.decode_state": Operator(_stored_state("value scale", lower_blocks)),
     "meshc.square_sum": Operator(_square_sum),
 })

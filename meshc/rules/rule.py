@@ -127,6 +127,7 @@ class Rule:
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator past which no reduction may be deferred
     accumulates  the result is partial over the microbatches
+    fills    a layout operator whose result need not be zero where its first operand is
     zigzag   letters whose tiles are in zigzag order for its kernel
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     rings    letter -> the letter whose blocks can pass round a ring where one axis splits the first letter
@@ -152,6 +153,7 @@ class Rule:
     major: AbstractSet[str] = frozenset()
     settles: bool = False
     accumulates: bool = False
+    fills: bool = False
     zigzag: AbstractSet[str] = frozenset()
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
     rings: Mapping[str, RingLetter] = field(default_factory=dict)
@@ -170,8 +172,8 @@ class Rule:
     @property
     def keeps_zeros(self) -> bool:
         """Whether padding of zeros in the first operand is padding of zeros in the results, and whatever it is counts in none: a layout
-        operator that reduces nothing."""
-        return self.kind == "layout" and not any(self.sums)
+        operator that reduces nothing, unless it fills."""
+        return self.kind == "layout" and not any(self.sums) and not self.fills
 
     @property
     def adds(self) -> bool:

@@ -155,6 +155,8 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
         changing = [(plan.precisions, plan.sparsities) for plan in (wanted.plan, placed.plan)]
         if other_groups or changing[0] != changing[1]:
             return compile_program(request)
+        if wanted.plan.compressions or placed.plan.compressions:  # into how many parts the batch is cut may depend on the mesh
+            return compile_program(request)
         with contextlib.suppress(Unequal):
             return _compile_factors(placed.restart_for_request(request), None)
         return compile_program(request.having(depth="whole"))

@@ -28,6 +28,9 @@ from torch.fx import Graph, Node
 from meshc.ir import is_integer, phase_of, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import ancestors_of, placeholders, put_in_order
+from meshc.ir.schemas import RESHAPES
+from meshc.ops import block_codes as _coded  # noqa: F401 - registers operators
+from meshc.ops import compress as _compress  # noqa: F401 - registers operators
 from meshc.passes.lower.prefetch_windows import prefetch_windows, window_bytes
 from meshc.passes.lower.start_reductions_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -37,6 +40,10 @@ from meshc.program.program import Stage
 
 ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
 """Bytes, by device type, from which copying a parameter into and out of a bucket takes longer than a message of its own."""
+
+
+ROUNDED: Final = tuple(getattr(torch.ops.meshc, name).default for name in ("quantize_blocks", "pack_signs", "block_scale"))
+"""Operators of gradients that travel in fewer bits: what is sent, and its scales."""
 
 
 def schedule_collectives(lowered: LoweredProgram) -> LoweredProgram:
@@ -66,6 +73,7 @@ def schedule_stage(stage: Stage, sizes: Mapping[str, int], alone: int, window: i
     reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
     scales = {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
     bucket(stage, sizes, targets=[spmd.all_reduce], apart=scales)
+    start_compressed_gradients(graph)
     _place_gathers(stage, sizes, alone, window)
     graph.lint()
 
@@ -84,6 +92,24 @@ def start_reductions(graph: Graph, reduction: Function) -> None:
         for node in graph.find_nodes(op="call_function", target=reduction):
             if node.args[1] != ["mb"] and not spmd.joins_stages(node):
                 _hoist(node, entered[-1])
+
+
+def start_compressed_gradients(graph: Graph) -> None:
+    """Moves exchanges of gradients in fewer bits, and what rounds them, to where the gradients are ready."""
+    for node in graph.find_nodes(op="call_function", target=spmd.all_to_all):
+        source = node.all_input_nodes[0]
+        while source.target in RESHAPES:
+            source = source.all_input_nodes[0]
+        if phase_of(node) == "update" and source.target in ROUNDED:
+            chain = {one for one in ancestors_of([node], _is_in_update) if _is_in_update(one)} | {node}
+            ready = {operand for one in chain for operand in one.all_input_nodes} - chain
+            last = max([placeholders(graph)[-1], *ready])
+            put_in_order([last, *sorted(one for one in chain if one > last)])
+
+
+def _is_in_update(node: Node) -> bool:
+    """Whether a node computes in the update, or is a number for it."""
+    return node.op == "call_function" and (phase_of(node) == "update" or is_integer(node))
 
 
 @dataclass(frozen=True)

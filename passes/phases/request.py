@@ -72,6 +72,7 @@ class Request:
     adds: bool = False
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     clip_grad_norm: Clip = None
+    clip_grad_value: float | None = None
     microbatches: int | None = 1
     options: Options = Options()
     inputs: str = "global"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.fx import Graph, Node
@@ -20,11 +20,21 @@ from meshc.program.program import Port, Stage
 
 
 @dataclass(frozen=True)
+class CompressionSide:
+    """Where an operator on a compressed gradient computes. axis: over which it travels; home: whether on the axis's tile of the sum, or
+    else on each rank's parts."""
+
+    axis: str
+    home: bool
+
+
+@dataclass(frozen=True)
 class Joint:
     """The operator graph over the global view, with its backward and its update, and the port of each placeholder and result.
 
     inputs, outputs  in the order of placeholders and results
     updates          nodes that update a parameter -> its name
+    compressed       of these, nodes that compute on a gradient that travels in fewer bits
     """
 
     graph: Graph
@@ -32,6 +42,7 @@ class Joint:
     outputs: tuple[Port, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     updates: Mapping[Node, str] = field(default_factory=dict)
+    compressed: Mapping[Node, CompressionSide] = field(default_factory=dict)
 
     def as_stage(self, name: str = "traced") -> Stage:
         """The graph under the keys of its ports."""
@@ -48,7 +59,8 @@ class Joint:
         """The same with an independent graph."""
         graph, made = Graph(), dict[Node, Node]()
         graph.output(copy_into(graph, self.graph, made))
-        return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
+        updates = {made[node]: name for node, name in self.updates.items()}
+        return replace(self, graph=graph, updates=updates, compressed={made[node]: side for node, side in self.compressed.items()})
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class TracedModel(CompilationPhase):
     constraints  conditions on these sizes, as text
     precision    by parameter, the format of its products, where the plan has set one
     sparsity     by parameter, its groups, where the plan has products read the largest of each
+    compressed   by parameter, how its gradient is compressed, where the plan says so
     """
 
     model: TorchGraph
@@ -80,6 +93,7 @@ class TracedModel(CompilationPhase):
     constraints: tuple[str, ...] = ()
     precision: Mapping[str, Format] = field(default_factory=dict)
     sparsity: Mapping[str, SparseWeight] = field(default_factory=dict)
+    compressed: Mapping[str, Any] = field(default_factory=dict)
 
     def operators(self) -> Joint:
         """The operator graph, which exists from `differentiate` on."""

@@ -17,6 +17,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.compression_sides import parts_factors, with_parts
 from meshc.passes.place.head_operators import mark_chunked_head
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
@@ -45,10 +46,13 @@ def propagator(placed: PlacedModel, kind: type[Kind]) -> Kind:
         interest = interests_of_rows(placed.opened, placed.factors, interest)
     if placed.parts is not None:
         interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
+    parts = parts_factors(joint, placed.factors)
+    if parts:
+        interest = with_parts(interest, parts, placed.factors)
     return kind(
         joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
         pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices, chunked=placed.chunked,
-        caches=placed.traced.model.output_tree.caches(),
+        caches=placed.traced.model.output_tree.caches(), compressed=joint.compressed, parts=parts,
     )  # fmt: skip
 
 

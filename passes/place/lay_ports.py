@@ -14,8 +14,11 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
+from meshc.optimizer.spec import PART_ERRORS, SUM_ERROR
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import CompressionSide
+from meshc.passes.place.compression_sides import error_storage, parts_factors, rows_of_ranks
 from meshc.passes.place.propagate import batch_place
 from meshc.passes.place.stored_updates import state_storage
 from meshc.program.program import Port
@@ -50,6 +53,9 @@ def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
     whole = decided.whole((node, 0))
     if port.kind == "parameter":
         return decided.storage[port.name, "parameter"]
+    if port.kind == "state" and (slot := port.name.removeprefix(f"{port.of}/")) in (PART_ERRORS, SUM_ERROR):
+        side = CompressionSide(placed.plan.compressions[0].axis, home=slot == SUM_ERROR)
+        return error_storage(whole, decided.storage[port.of, "state"], side, placed.sizes)
     if port.kind == "state":
         dims, parameter = placed.factors.dims, placed.joint.placeholders()[key_of("parameter", port.of)]
         return state_storage(whole, dims[node, 0], decided.storage[port.of, "state"], dims[parameter, 0])
@@ -71,5 +77,9 @@ def _output_sharding(placed: PlacedModel, port: Port, value: Value) -> Sharding:
             given = None  # else a microbatch gives its rows
         place = batch_place(placed.names, placed.factors.dims[value])
         if place is not None and (given is not None or request.inputs == "local"):
-            return whole.with_axes(*place, placed.local_batch if given is None else given.dims[place[0]][place[1]].axes)
+            dims, parts = placed.factors.dims[value], parts_factors(placed.joint, placed.factors)
+            axes = placed.local_batch if given is None else tuple(axis for part in given.dims[place[0]] for axis in part.axes)
+            return rows_of_ranks(whole, place, axes, dims[place[0]], parts) if parts else whole.with_axes(
+                *place, placed.local_batch if given is None else given.dims[place[0]][place[1]].axes
+            )
     return whole

@@ -30,6 +30,8 @@ from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token, Value, value_record
 from meshc.passes.phases.placed_model import Pins
+from meshc.passes.phases.traced_model import CompressionSide
+from meshc.passes.place.compression_sides import rows_of_ranks, where_compressed
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.operator_names import is_free
@@ -63,6 +65,8 @@ class Propagator:
         choices: AxisChoices | None = None,
         chunked: ChunkedHead | None = None,
         caches: Collection[str] = (),
+        compressed: Mapping[Node, CompressionSide] | None = None,
+        parts: Mapping[int, str] | None = None,
     ) -> None:
         """
         updates      nodes that update a parameter -> its name
@@ -72,7 +76,10 @@ class Propagator:
         choices      a search's decisions for some of the axes, in place of the plan
         chunked      the head and loss that run in chunks, if any
         caches       names of the leaves of caches; an input of that name is sharded as its first reader needs
+        compressed   nodes of updates that compute on a gradient that travels in fewer bits
+        parts        factors of a batch that is cut in parts for these -> axis
         """
+        self.compressed, self.parts = compressed or {}, parts or {}
         self.caches, self.order = caches, [*sizes]
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
@@ -99,7 +106,8 @@ class Propagator:
         elif port.kind == "state" or self._is_cache(port):
             given = None
         elif port.kind == "input" and self.local_batch and (place := batch_place(self.names, self.factors.dims[node, 0])) is not None:
-            given = whole.with_axes(*place, self.local_batch)
+            row = self.factors.dims[node, 0][place[0]]
+            given = rows_of_ranks(whole, place, self.local_batch, row, self.parts)
         self.result.given[(node, 0)] = given
         if is_free(port):
             self.result.free.add(node)
@@ -171,6 +179,9 @@ class Propagator:
         if instance.node in self.whole_updates:
             return {}, {}
         if (name := self.updates.get(instance.node)) is not None:
+            if (side := self.compressed.get(instance.node)) is not None:
+                classes = self.factors.dims[self.parameter(name), 0]
+                return where_compressed(instance, side, self.storage(name, "state"), classes, self.sizes, self.parts), {}
             return where_stored(instance, self.storage(name, "state"), self.factors.dims[self.parameter(name), 0]), {}
         return self.decide(instance, self.directive(instance.node))
 

@@ -1,9 +1,9 @@
 """Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, decay, norm, clipping.
 
-    g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
+    g = clamp(hook(grad_w) + sum_w, -t, t)     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 
 All is written on the global view, so a norm is global whatever the mesh: its sum is partial over the axes that split gradients. Clipping
-follows `torch.nn.utils.clip_grad_norm_`.
+follows `torch.nn.utils.clip_grad_value_` and then `clip_grad_norm_`, as the norm is of what is left of the largest elements.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ class Gradients:
         self, add: Appender, traced: TracedModel, modules: Mapping[str, Tensor], entered: Mapping[str, Node], inputs: list[Port]
     ) -> None:
         self.add, self.traced, self.modules, self.entered, self.inputs = add, traced, modules, entered, inputs
-        self.updates: dict[Node, str] = {}
+        self.updates = dict(traced.operators().updates)
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
         self.sparse = SparseGradients(add, traced)
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
-        """Gradients after hooks, accumulation and the decay of sparse lines, and the norm of all."""
+        """Gradients after hooks, accumulation, the decay of sparse lines and, where used, clipping by value; and the norm of all."""
         found = {name: self._through(name, self._accumulate(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
         if not self.traced.request.adds:
             found = {name: self._refine(name, node) for name, node in found.items()}
+            if (limit := self.traced.request.clip_grad_value) is not None:
+                found = {name: self._clip_value(name, node, limit) for name, node in found.items()}
         before = len(self.add.made)
         total = self._norm(found)
         for node in self.add.made[before:]:
@@ -182,6 +184,12 @@ class Gradients:
             total = square if total is None else self.add.call(aten.add.Tensor, total, square)
         assert total is not None
         return self.add.call(aten.sqrt.default, total)
+
+    def _clip_value(self, name: str, gradient: Node, limit: float) -> Node:
+        before = len(self.add.made)
+        result = self.add.call(aten.clamp.default, gradient, -float(limit), float(limit))
+        self.mark(before, name, "gradients are clipped by value")
+        return result
 
     def coefficients(self, gradients: Mapping[str, Node], total: Node) -> dict[str, Node]:
         """By parameter, the factor of each gradient that is clipped. `total`: the norm of all."""

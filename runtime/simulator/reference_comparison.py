@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +37,7 @@ from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_formats import FewBits
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
@@ -65,6 +66,7 @@ class Report:
 
     moved   by kind and name, movement of the model's own result on one device under roundings; measured if a usual bound was exceeded
     single  why float32 was used for a comparison requested in float64
+    left_out what was not compared, and why
     """
 
     tolerance: float
@@ -72,6 +74,7 @@ class Report:
     rows: list[tuple[str, str, float]] = field(default_factory=list)
     moved: dict[tuple[str, str], float] = field(default_factory=dict)
     single: str = ""
+    left_out: str = ""
     wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
 
@@ -113,6 +116,7 @@ class Report:
         ]
         first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
         first += f"compared in float32 and not in float64: {self.single}\n" if self.single else ""
+        first += f"not compared: {self.left_out}\n" if self.left_out else ""
         return first + self._first_error_text() + self._sensitivity_text() + tabulate(cells, headers=heads)
 
     def _first_error_text(self) -> str:
@@ -229,6 +233,7 @@ class Reference:
     numbers    Python numbers that are inputs of the program, by name
     formats    by parameter, the format of its products, as the plan's precision lines say
     masks      of its weights, as the plan's sparse lines say
+    compressed what the plan's compress line makes of gradients, if there is one
     """
 
     module: nn.Module
@@ -243,6 +248,7 @@ class Reference:
     numbers: Mapping[str, float] = field(default_factory=dict)
     formats: Mapping[str, Format] = field(default_factory=dict)
     masks: ReferenceMasks | None = None
+    compressed: CompressedGradients | None = None
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -267,7 +273,8 @@ class Reference:
         if self.parts is None:
             with self.at(step):
                 loss, metrics = split_result(self.call_model())
-                loss.backward()
+                with nullcontext() if self.compressed is None else self.compressed.watch(self.module):
+                    loss.backward()
             self.dense_gradients()
             return loss.detach(), metrics
         drawn = self._draws_of_the_whole(step)
@@ -399,6 +406,7 @@ def compare_steps(
     widened: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda found: {},
     steps: int = 3,
     parameters: bool = False,
+    clip_value: float | None = None,
 ) -> None:
     """Compares some steps: losses; after the first step also buffers, optimizer state, the gradient norm, and for SGD the updates of
     parameters, which mean little for other optimizers in single precision. With `parameters` (float64) all of these after each step.
@@ -408,6 +416,8 @@ def compare_steps(
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
         report.amplified = 1
+    if reference.compressed is not None:
+        reference.compressed.errors.clear()
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
@@ -417,9 +427,11 @@ def compare_steps(
         reference.module.zero_grad(set_to_none=True)
         before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
+        if reference.compressed is not None:
+            reference.compressed.replace_gradients(reference.module)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
         reference.refine_gradients()
-        norm = clip_(reference.module, clip)
+        norm = clip_(reference.module, clip, clip_value)
         for member in members:
             member.step()
         reference.fix_weights()
@@ -431,6 +443,11 @@ def compare_steps(
             continue
         for slot, (given, wanted) in update_comparison.state_pairs(found | dict(widened(found)), reference.module, members):
             report.add(f"state {slot} after step {step}", given, wanted)
+        if reference.compressed is not None:
+            errors = reference.compressed.errors
+            for slot in dict.fromkeys(name.rpartition("/")[2] for name in errors):
+                mine = {name: value for name, value in errors.items() if name.endswith(f"/{slot}")}
+                report.add(f"state {slot} after step {step}", {name: found[key_of("state", name)] for name in mine}, mine)
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:
             report.add(f"update of step {step}", *update_comparison.update_pairs(before, given, mine))

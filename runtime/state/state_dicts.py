@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
 from meshc.optimizer.optimizer import FIRST, HIDDEN, parameters_of
+from meshc.optimizer.spec import PART_ERRORS
 from meshc.optimizer.state_formats import convert_state
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board, single_thread_context
 from meshc.runtime.state.whole_state import refuse_parts_of_others
@@ -201,7 +202,7 @@ def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, T
     for held in states:
         value = found.pop(held.key, None)
         if held.slot.startswith(HIDDEN) and held.name in hidden:
-            store.write(held, hidden[held.name])
+            store.write(held, _in_parts(held, hidden[held.name]))
         elif held.slot == FIRST and held.of in stepped:
             store.write(held, torch.zeros(held.shape, dtype=held.dtype))
         elif value is not None:
@@ -215,6 +216,14 @@ def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, T
                 for name, value in theirs.items():
                     if name not in ("params", "param_names"):
                         group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def _in_parts(held: StoredTensor, value: Tensor) -> Tensor:
+    """Errors of parts of a gradient, for as many parts as the program has: their sum is kept, and each part has an equal share of it."""
+    if held.slot != PART_ERRORS or value.shape == held.shape or tuple(value.shape[1:]) != tuple(held.shape[1:]):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return (whole.sum(0, keepdim=True) / held.shape[0]).expand(held.shape).contiguous()
 
 
 def _in_form(held: StoredTensor, entries: Mapping[str, object]) -> object | None:

@@ -104,6 +104,7 @@ NEEDED = {
     "autocast": "a program does not know torch's autocast",
     "differentiate": "gradients",
     "precision": "products in few bits, of plans that ask for them",
+    "compress": "gradients in fewer bits, of plans that ask for them",
     "update": "new parameters and state",
     "factorize": "which dims are one",
     "split_axes": "axes that a plan has for two factors",

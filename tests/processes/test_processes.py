@@ -37,6 +37,29 @@ def test_state_in_fewer_bits_is_saved_and_loaded() -> None:
     assert run("kept", 2).split() == ["float64", "masters", "8bit", "forms"]
 
 
+IN_SIGNS = "compress dp: sign of 4 parts"
+IN_INTEGERS = "compress dp: int8"
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        (("dp=2", f"dp: batch\n{IN_INTEGERS}"), ("dp=2,tp=2", f"dp: batch; store state\ntp: ffn\n{IN_INTEGERS}")),
+        broad((
+            ("dp=2", f"dp: batch\n{IN_SIGNS}"), ("dp=1,tp=2", f"dp: batch\ntp: ffn\n{IN_SIGNS}"),
+            ("dp=4", f"dp: batch; store params, grads, state\n{IN_SIGNS}"),
+        )),
+    ],
+    ids=lambda route: " to ".join(mesh for mesh, _ in route),
+)  # fmt: skip
+def test_errors_of_compressed_gradients_resume_under_another_mesh(route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+    """20 steps, saved, and 20 steps more under another mesh and plan are 40 steps."""
+    for step, (mesh, plan) in enumerate(route):
+        run("compressed", Mesh(mesh).world_size, mesh, plan, str(tmp_path), "load" if step else "save")
+    mesh, plan = route[0]
+    run("compressed", Mesh(mesh).world_size, mesh, plan.partition(" of ")[0] + " of 6 parts", str(tmp_path), "parts")
+
+
 HEARD = "heard seen read_beside_images told_by_a_model_inside"
 LAUNCHES = [
     ("module_mode", "dp=2", "refusals gradients_of_inputs outputs_as_they_lie several_calls_and_backwards some_outputs three_steps"),

@@ -20,10 +20,10 @@ class Dot(nn.Module):
         return (x @ self.weight).mean()
 
 
-def updated(clip: float | None, momentum: float) -> str:
+def updated(clip: float | None, momentum: float, value: float | None = None) -> str:
     model = Dot()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    step = meshc.TrainStep(model, optimizer=optimizer, clip_grad_norm=clip)
+    step = meshc.TrainStep(model, optimizer=optimizer, clip_grad_norm=clip, clip_grad_value=value)
     return changed(*around("update", step, "dp=2", x=torch.zeros(4, 3)))
 
 
@@ -66,6 +66,22 @@ def test_clipping_scales_gradients_by_their_norm() -> None:
 + "parameter:weight": getitem,
 + "state:weight/momentum_buffer": getitem_1,
 + "state:weight/meshc.first": getitem_2,
+""")
+
+
+def test_gradients_are_cut_by_value_ahead_of_their_norm() -> None:
+    assert_expected_inline(updated(None, 0.0, 0.25), """\
++ number_0_lr: "f64[]" = "number:0.lr",
++ number_0_momentum: "f64[]" = "number:0.momentum",
++ number_0_dampening: "f64[]" = "number:0.dampening",
++ number_0_weight_decay: "f64[]" = "number:0.weight_decay",
++ clamp_default: "f32[3]" = aten.clamp(mv_1, -0.25, 0.25)
++ square_sum_default: "f32[]" = meshc.square_sum(clamp_default)
++ sqrt_default: "f32[]" = aten.sqrt(square_sum_default)
++ sgd_plain_default: "f32[3]" = meshc.sgd_plain(weight, clamp_default, number_0_lr, number_0_weight_decay, False)
+- "gradient:weight": mv_1,
++ "metric:grad_norm": sqrt_default,
++ "parameter:weight": sgd_plain_default,
 """)
 
 

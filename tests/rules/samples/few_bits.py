@@ -1,9 +1,10 @@
-"""Scales, values rounded under them, and their products: of rows, of whole tensors, of blocks, and in a batch."""
+"""Scales, values rounded under them, their products (of rows, of whole tensors, of blocks, in a batch), and gradients in fewer bits."""
 
 from __future__ import annotations
 
 import torch
 
+import meshc.ops.compress
 import meshc.ops.quantize  # noqa: F401
 from tests.rules.samples.calls import begin, f, sample
 
@@ -38,3 +39,14 @@ _rows, _columns = _operand((5, 7, 4), [2]), _operand((7, 4, 3, 2), [1, 3])
 sample(ours.scaled_mm.default, _rows[0], _columns[0], _rows[1], _columns[1], torch.float64, 2)
 _rows, _columns = _operand((3, 5, 7), [2]), _operand((3, 7, 4), [1])
 sample(ours.scaled_mm.default, _rows[0], _columns[0], _rows[1], _columns[1], torch.float64, 1, 1)
+
+for _shape, _more in (((3, 515), {}), ((2, 3, 520), {}), ((2, 768), {"refine": {0: (2, 6, 128)}})):
+    _tile = list(_shape), list(_shape), [0] * len(_shape), 1
+    _peak = ours.block_scale(f(*_shape), *_tile)
+    for _element in ("int8", "e4m3"):
+        sample(ours.quantize_blocks.default, f(*_shape), _peak, _element, *_tile, **_more)
+        _q = ours.quantize_blocks(f(*_shape), _peak, _element, *_tile)
+        sample(ours.dequantize_blocks.default, _q, _peak, _element, torch.float64, *_tile, **_more)
+sample(ours.pack_signs.default, f(3, 5, 8))
+sample(ours.unpack_signs.default, ours.pack_signs(f(3, 5, 8)), f(3, 1).abs())
+sample(ours.unpack_signs.default, ours.pack_signs(f(3, 5, 8)), f(1, 1).abs())
