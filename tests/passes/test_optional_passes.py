@@ -103,6 +103,7 @@ NEEDED = {
     "capture": "the model's graph",
     "autocast": "a program does not know torch's autocast",
     "differentiate": "gradients",
+    "sparsity": "weights that products read some of, of plans that ask for them",
     "precision": "products in few bits, of plans that ask for them",
     "compress": "gradients in fewer bits, of plans that ask for them",
     "update": "new parameters and state",
