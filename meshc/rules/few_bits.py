@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from meshc.ir.schemas import named_arguments
+from meshc.ops import quantize as _quantize_operators  # noqa: F401 - registers them
 from meshc.rules.contraction import WEIGHT
 from meshc.rules.operator import Operator, Shapes, declarations
 from meshc.rules.rule import ONE, Dims, Rule, broadcast_dims, dims_of, einsum, pointwise, shape_of
