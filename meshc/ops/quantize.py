@@ -156,8 +156,8 @@ def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: t
     rowwise = scale_a.numel() > 1 or scale_b.numel() > 1
     fits = all(size % KERNEL_MULTIPLE == 0 and size for size in (a.shape[1], b.shape[1])) and a.shape[0] > 0
     twice_wide = a.dtype == b.dtype == torch.float8_e5m2
-    return scales and fits and not twice_wide and not (rowwise and dtype != torch.bfloat16) and _is_new(a.device)
+    return scales and fits and not twice_wide and not (rowwise and dtype != torch.bfloat16) and has_capability(a.device, (8, 9))
 
 
-def _is_new(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    return torch.cuda.get_device_capability(device) >= least

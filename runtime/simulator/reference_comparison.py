@@ -38,13 +38,14 @@ from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.reference_formats import FewBits
+from meshc.runtime.simulator.reference_products import DecodedProducts
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
 FEW_BITS = 2e-2
-"""Under precision lines, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after a rounding to 8 bits."""
+"""Where values are rounded to 8 bits, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after that."""
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
@@ -227,6 +228,7 @@ class Reference:
     hooks      hooks on gradients between backward and the optimizer, by parameter
     numbers    Python numbers that are inputs of the program, by name
     formats    by parameter, the format of its products, as the plan's precision lines say
+    eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
     """
 
     module: nn.Module
@@ -240,6 +242,7 @@ class Reference:
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
+    eight_bits: bool = False
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -311,6 +314,8 @@ class Reference:
             stack.enter_context(RetainedGraphs())
             if self.formats:
                 stack.enter_context(FewBits(self.module, self.formats))
+            if self.eight_bits:
+                stack.enter_context(DecodedProducts())
             yield
 
 
