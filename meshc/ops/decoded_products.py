@@ -52,7 +52,7 @@ def _check_mm(
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_floating_point()):
         raise misfit("decoded_mm", "a bias is floating-point, of b's n columns", b=b, bias=bias)
     if not dtype.is_floating_point or (scale_result is not None and (scale_result.numel() != 1 or dtype not in EIGHT_BITS)):
-        raise misfit("decoded_mm", f"the result is floating-point; one of 8 bits may have a scale, {dtype} has none", scale_result=scale_result)
+        raise misfit("decoded_mm", f"a result is floating-point, and has a scale in 8 bits only, not in {dtype}", scale_result=scale_result)
 
 
 @operator("decoded_mm", results=lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype), fit=_check_mm)

@@ -35,7 +35,7 @@ TENSOR, ROW, ROW_BLOCKS, SQUARE_BLOCKS = 0, 1, 4, 5
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How a scale lies: letters of its dims; whether these are (n, k) of a factor [k, n], or (k, m) of one [m, k]; blocks of k, if it has
+    """Layout of a scale: letters of its dims; whether these are (n, k) of a factor [k, n], or (k, m) of one [m, k]; blocks of k, if it has
     more than there are."""
 
     dims: Dims
@@ -53,7 +53,7 @@ class Scales:
     whole: frozenset[str]
 
 
-class _Letters:
+class _ScaleLetters:
     """Letters of scales by sizes: that of the dim itself, of its blocks, or none, where one scale is for all of the dim."""
 
     def __init__(self, **sizes: int) -> None:
@@ -78,10 +78,10 @@ class _Letters:
 def scales_of(
     named: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = shape_of, dtype: Callable[[Any], torch.dtype] = dtype_of
 ) -> Scales | None:
-    """How the scales of a product lie, by its arguments; None for those that are split with nothing. `shape`, `dtype`: those of an
+    """Layouts of the scales of a product, by its arguments; None for those that are split with nothing. `shape`, `dtype`: those of an
     operand."""
     (m, k), (_, n) = shape(named["self"]), shape(named["mat2"])
-    letters = _Letters(m=m, k=k, n=n)
+    letters = _ScaleLetters(m=m, k=k, n=n)
     listed = isinstance(named["scale_a"], list | tuple)
     scales = [list(named[name]) if listed else [named[name]] for name in ("scale_a", "scale_b")]
     if any(len(row) != 1 or dtype(row[0]) != torch.float32 for row in scales):
@@ -99,7 +99,7 @@ def scales_of(
     return Scales(ScaleLayout(found[0]), ScaleLayout(found[1]), tuple(letters.relations.values()), frozenset())
 
 
-def _by_recipes(named: Mapping[str, Any], letters: _Letters, shapes: Sequence[Sequence[int]], k: int) -> Scales | None:
+def _by_recipes(named: Mapping[str, Any], letters: _ScaleLetters, shapes: Sequence[Sequence[int]], k: int) -> Scales | None:
     """Of `F.scaled_mm`. (Source of the shapes: `_check_scaled_mm_sizes_v2` of torch/_meta_registrations.py at 2.13.)"""
     recipes = [list(named[name]) for name in ("recipe_a", "recipe_b")]
     if any(named["swizzle_a"]) or any(named["swizzle_b"]) or list(named["contraction_dim"]) not in ([], [1, 0]):
@@ -176,7 +176,7 @@ def _lower_mm(local: Local) -> Node:
 
 
 def _scale_in_order(local: Local, scale: Node, layout: ScaleLayout) -> Node:
-    """A scale as it lies beside its factor."""
+    """A scale with its dims in the order of its factor's."""
     if layout.kept is not None:
         scale = local.emit(aten.slice.Tensor, scale, 0, 0, layout.kept)
     return local.emit(aten.t.default, scale) if layout.turned else scale

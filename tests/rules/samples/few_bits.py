@@ -65,7 +65,7 @@ def _decoded(
     a: torch.Tensor, b: torch.Tensor, scale_a: list[torch.Tensor], recipe_a: list[int], swizzle_a: list[int],
     scale_b: list[torch.Tensor], recipe_b: list[int], swizzle_b: list[int], bias: torch.Tensor | None, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.scaled_mm` on a CPU also with scales of blocks: rows of [m, k / 128] or [n, k / 128], squares of [k / 128, m or n / 128], padded."""
+    """`F.scaled_mm` on a CPU, also with scales of blocks: rows [m or n, k / 128], squares [k / 128, m or n / 128] with rows to spare."""
     (m, k), n = a.shape, b.shape[1]
     rows = _lying_by_rows(scale_a[0], recipe_a[0], m, k)
     columns = _lying_by_rows(scale_b[0].reshape(n, 1) if recipe_b[0] == 1 else scale_b[0], recipe_b[0], n, k)
