@@ -41,6 +41,7 @@ from meshc.program.program import PlainProgram, Port
 from meshc.rules.rule import dtype_of
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
+from meshc.runtime.simulator.first_wrong import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.state.ownership import calls_allowed
 
@@ -285,7 +286,7 @@ def _raise_if_wrong(
         return
     values = verification.input_values(compiled, reference, 0)
     values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
-    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, parts)
+    first = first_wrong(compiled, graph, values, report.tolerance * 10, parts)
     raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
 
 

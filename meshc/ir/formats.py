@@ -75,15 +75,15 @@ WEIGHT_GRADIENT: Final = "weight gradient"
 
 FORMATS: Final[Mapping[str, Format]] = {
     "float8 tensor": Format("e4m3", "e5m2", WHOLE, _ALL),
-    "float8 row": Format("e4m3", "e4m3", WHOLE, _EACH),
-    "float8 row, gradients in bf16": Format("e4m3", "e4m3", WHOLE, _EACH, high=frozenset({WEIGHT_GRADIENT})),
+    "float8 row": Format("e4m3", "e4m3", WHOLE, _EACH, rounded="down"),
+    "float8 row, gradients in bf16": Format("e4m3", "e4m3", WHOLE, _EACH, rounded="down", high=frozenset({WEIGHT_GRADIENT})),
     "float8 block": Format("e4m3", "e4m3", 128, {**_EACH, "weight": 128}),
     "float8 mx": Format("e4m3", "e4m3", 32, _EACH, rounded="ocp"),
     "nvfp4": Format("e2m1", "e2m1", 16, _EACH, two=True),
     "int8 row": Format("int8", "int8", WHOLE, _EACH),
 }
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
-also in what is rounded when; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
+also in what is rounded when, and its scales of rows are powers of two; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
 nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
 
 BF16: Final = "bf16"

@@ -33,6 +33,7 @@ from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
 from meshc.report import memory_report, offload_table
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
+from meshc.report.few_bit_products import few_bit_products
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table, without_columns
 
 PLAN_LINES: Final = 20
@@ -115,7 +116,8 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     bytes that a rank may hold, where the user has said so."""
     on = devices_of(program.mesh, device).slowest()
     blocks = [_head(program), _parameters(program), _pipeline(program, device), _collectives(program), _offload_table(program)]
-    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program), _padding(program), _notes(program)]
+    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program), few_bit_products(program)]
+    blocks += [_padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
