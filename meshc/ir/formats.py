@@ -83,8 +83,8 @@ FORMATS: Final[Mapping[str, Format]] = {
     "int8 row": Format("int8", "int8", WHOLE, _EACH),
 }
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
-also in what is rounded when, and its scales of rows are powers of two; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
-nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
+also in what is rounded when, and in that scales of rows are powers of two; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is
+MXFP8 of OCP Microscaling Formats, version 1.0; nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
 
 BF16: Final = "bf16"
 """Not in the table: operands are rounded to bfloat16, and have no scale."""

@@ -68,11 +68,11 @@ def _row(node: Node) -> tuple[str, str, str] | None:
     values, result = " and ".join(kinds), str(ir.record(node).dtype).removeprefix("torch.")
     if places is None:
         return values, "", f"{result}, once decoded"
-    covered = dict.fromkeys(_covered(node, factor, node.args[place]) for factor, place in zip(factors, places, strict=True))
+    covered = dict.fromkeys(_coverage(node, factor, node.args[place]) for factor, place in zip(factors, places, strict=True))
     return values, " and ".join(covered), f"8 bits, made {result}"
 
 
-def _covered(node: Node, values: Node, scale: object) -> str:
+def _coverage(node: Node, values: Node, scale: object) -> str:
     """What one scale is for."""
     one = scale[0] if isinstance(scale, list | tuple) else scale
     assert isinstance(one, Node)

@@ -92,7 +92,8 @@ def scales_of(
     if listed:
         return _by_recipes(named, letters, shapes, k)
     if all(size == 1 for shape in shapes for size in shape):
-        return Scales(*(ScaleLayout((ONE,) * len(shape)) for shape in shapes), (), frozenset())
+        a, b = (ScaleLayout((ONE,) * len(shape)) for shape in shapes)
+        return Scales(a, b, (), frozenset())
     found = letters.row("mk", shapes[0]), letters.row("kn", shapes[1])
     if found[0] is None or found[1] is None:
         return None
@@ -125,7 +126,8 @@ def _by_recipes(named: Mapping[str, Any], letters: _ScaleLetters, shapes: Sequen
         if dims is None:
             return None
         found.append(ScaleLayout(dims if kept is None else ("p", dims[1]), turned, kept))
-    return Scales(*found, tuple(letters.relations.values()), whole | ({"p"} if whole else set()))
+    a, b = found
+    return Scales(a, b, tuple(letters.relations.values()), whole | ({"p"} if whole else set()))
 
 
 def _in_order(node: Node, dims: Mapping[str, Sequence[Dims]]) -> tuple[Dims, ...]:
