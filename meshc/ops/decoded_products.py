@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshc.ops.definition import misfit, operator
 from meshc.ops.grouped_mm import runs_of
-from meshc.ops.quantize import KERNEL_MULTIPLE, has_capability
+from meshc.ops.quantize import KERNEL_MULTIPLE, has_capability, in_rows
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -69,18 +69,18 @@ def decoded_mm(
             bias = F.pad(bias, (0, columns))
         scales = scale_a.contiguous(), scale_b.contiguous()
         made = torch._scaled_mm(
-            _in_rows(a, 0, inner), _in_rows(b.t(), columns, inner).t(), *scales, bias, scale_result, dtype, use_fast_accum=fast
+            _padded_rows(a, 0, inner), _padded_rows(b.t(), columns, inner).t(), *scales, bias, scale_result, dtype, use_fast_accum=fast
         )
         return made[:, : b.shape[1]].contiguous() if columns else made
     made = decode(a, scale_a) @ decode(b, scale_b)
     return (made if bias is None else made + bias.to(torch.float32)).to(dtype)  # torch's CPU kernel reads no scale of a result, either
 
 
-def _in_rows(x: Tensor, below: int, right: int) -> Tensor:
+def _padded_rows(x: Tensor, below: int, right: int) -> Tensor:
     """x with contiguous rows, and with zeros below and to the right. Of few bits zero is the byte 0."""
     if below or right:
-        return F.pad(x.view(torch.uint8) if x.is_contiguous() else x.contiguous().view(torch.uint8), (0, right, 0, below)).view(x.dtype)
-    return x.contiguous()
+        return F.pad(x.contiguous().view(torch.uint8), (0, right, 0, below)).view(x.dtype)
+    return in_rows(x)
 
 
 def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> bool:
@@ -153,7 +153,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _grouped_by_torch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor | None, fast: bool) -> Tensor:
     """The kernel's strides are those of k alone, which is padded; it leaves what is in no run as memory was."""
     inner = -a.shape[-1] % KERNEL_MULTIPLE
-    rows, columns = _in_rows(a, 0, inner), _in_rows(b.transpose(-2, -1), 0, inner).transpose(-2, -1)
+    rows, columns = _padded_rows(a, 0, inner), _padded_rows(b.transpose(-2, -1), 0, inner).transpose(-2, -1)
     scales = scale_a.contiguous(), scale_b.contiguous()
     made = torch._scaled_grouped_mm(rows, columns, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=fast).contiguous()
     if ends is None or a.dim() == b.dim() == 2:

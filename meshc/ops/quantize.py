@@ -137,7 +137,7 @@ def scaled_mm(
     (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
     if _has_kernel(a, b, scale_a, scale_b, dtype, summed, batch):
         return torch._scaled_mm(
-            a.contiguous(), b.t().contiguous().t(), inverse(scale_a), inverse(scale_b), out_dtype=dtype
+            in_rows(a), in_rows(b.t()).t(), inverse(scale_a), inverse(scale_b), out_dtype=dtype
         )  # fmt: skip
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
@@ -157,6 +157,11 @@ def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: t
     fits = all(size % KERNEL_MULTIPLE == 0 and size for size in (a.shape[1], b.shape[1])) and a.shape[0] > 0
     twice_wide = a.dtype == b.dtype == torch.float8_e5m2
     return scales and fits and not twice_wide and not (rowwise and dtype != torch.bfloat16) and has_capability(a.device, (8, 9))
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x with contiguous rows that kernels see as such: `contiguous` leaves one row whose stride is another as it is."""
+    return x if x.stride()[-2:] == (x.shape[-1], 1) and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
