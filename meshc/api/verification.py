@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshc.api.compile_arguments import Arguments
+from meshc.cost.flops import is_product
 from meshc.errors import CaptureError, CompileError, InputError, VerifyError, join_names
 from meshc.frontend import call_keys
 from meshc.frontend.expert_bias import count_choices
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
-from meshc.ir import op_name, records, trees
+from meshc.ir import op_name, operands, records, trees
 from meshc.ir.formats import Format
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
@@ -38,6 +39,7 @@ from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
+from meshc.rules.rule import dtype_of
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.first_wrong_value import first_wrong
@@ -64,7 +66,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
              has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why.
              The default under precision, compress and sparse lines: roundings of float32 decide what an 8-bit number is rounded to, and
-             which of two weights is larger, by which results differ
+             which of two weights is larger, by which results differ. A model that rounds to 8 bits itself is compared in float32, too,
+             within what such a rounding may move
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -120,6 +123,11 @@ def _plain(inputs: Arguments) -> Arguments:
 def _verify(program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
     with _as_compiled(program.compilations.last.made.request.autocast):
+        rounded = [*dict.fromkeys(_rounds_itself(program.lowered.placed.factors))] if double else []
+        if rounded:
+            report = _verify_there(program, values, call, False, [])
+            report.single = f"the model rounds to 8 bits itself, by scales that are float32 in any case: {join_names(rounded, 3)}"
+            return report
         if not double:
             return _verify_there(program, values, call, False, [])
         singles: list[str] = []
@@ -188,9 +196,10 @@ def reference_of(
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
+    eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats,
-        ReferenceMasks(twin, lines) if lines else None, _compressions(program),
+        ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits,
     )  # fmt: skip
 
 
@@ -220,7 +229,7 @@ def _verify_there(
     ask, reference = program.lowered.request, reference_of(program, values, call, double)
     twin, inputs = reference.module, (reference.args, reference.kwargs)
     computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
-    least = verification.FEW_BITS if _changes_numbers(program) and not double else 0.0
+    least = verification.FEW_BITS if (_changes_numbers(program) or reference.eight_bits) and not double else 0.0
     report = verification.Report(max(verification.tolerance_of(computed, double), least))
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
     shapes = dict(program.asked.shapes(inputs))
@@ -285,6 +294,16 @@ def _arithmetic_dtypes(factors: Factors) -> set[torch.dtype]:
 def _in_single(factors: Factors) -> Iterator[str]:
     for node, found in factors.instances.items():
         if found.rule.kind != "layout" and any(one.dtype == torch.float32 for one in records(node)):
+            yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
+
+
+def _rounds_itself(factors: Factors) -> Iterator[str]:
+    """The lines of a model, not of the plan, that round values to 8-bit floats."""
+    for node in factors.instances:
+        eight = [one.dtype is not None and one.dtype.is_floating_point and one.dtype.itemsize == 1 for one in records(node)]
+        given = {dtype_of(operand) for operand in operands(node)}
+        rounds = any(dtype.itemsize > 1 for dtype in given) or is_product(node)
+        if any(eight) and rounds and node.target is not torch.ops.meshc.quantize.default:
             yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
 
 

@@ -81,8 +81,8 @@ WEIGHT_GRADIENT: Final = "weight gradient"
 
 _TABLE: Final = (
     Format("float8 tensor", "e4m3", "e5m2", WHOLE, _ALL),
-    Format("float8 row", "e4m3", "e4m3", WHOLE, _EACH),
-    Format("float8 row, gradients in bf16", "e4m3", "e4m3", WHOLE, _EACH, high=frozenset({WEIGHT_GRADIENT})),
+    Format("float8 row", "e4m3", "e4m3", WHOLE, _EACH, rounded="down"),
+    Format("float8 row, gradients in bf16", "e4m3", "e4m3", WHOLE, _EACH, rounded="down", high=frozenset({WEIGHT_GRADIENT})),
     Format("float8 block", "e4m3", "e4m3", 128, {**_EACH, "weight": 128}),
     Format("float8 mx", "e4m3", "e4m3", 32, _EACH, rounded="ocp"),
     Format("nvfp4", "e2m1", "e2m1", 16, _EACH, two=True),
@@ -91,8 +91,8 @@ _TABLE: Final = (
 )
 FORMATS: Final[Mapping[str, Format]] = {each.name: each for each in _TABLE}
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
-also in what is rounded when; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0;
-nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
+also in what is rounded when, and in that scales of rows are powers of two; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is
+MXFP8 of OCP Microscaling Formats, version 1.0; nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
 
 SIGN: Final = "sign"
 COMPRESSED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "e4m3", SIGN: ""}

@@ -35,7 +35,7 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         kept = torch.arange(rows.shape[0], device=rows.device) < _safe(ends, rows)[-1:]
         return torch.where(kept.unsqueeze(1), found, 0.0)
     out, done = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
-    for run, part in _runs(ends):
+    for run, part in runs_of(ends):
         torch.mm(rows[part], matrices[run], out=out[part])
         done = part.stop
     out[done:].zero_()
@@ -54,7 +54,7 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         found = torch.ops.aten._grouped_mm(_align_for_kernel(left).t(), _align_for_kernel(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
     out, without = left.new_empty(ends.shape[0], left.shape[1], right.shape[1]), set(range(ends.shape[0]))
-    for run, part in _runs(ends):
+    for run, part in runs_of(ends):
         torch.mm(left[part].t(), right[part], out=out[run])
         without.remove(run)
     for run in without:
@@ -73,7 +73,7 @@ def _safe(ends: Tensor, rows: Tensor) -> Tensor:
     return ends.clamp(0, rows.shape[0]).cummax(0).values.int()
 
 
-def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def runs_of(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """(index, rows) of the non-empty runs."""
     start = 0
     for run, end in enumerate(ends.tolist()):

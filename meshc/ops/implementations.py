@@ -15,9 +15,9 @@ from meshc.private import OpOverload
 aten = torch.ops.aten
 
 MODULES: Final = """
-    attention attention_join attention_zigzag block_codes bounded_groups capacity check_index compress ctc delta_rule expert_copies
-    expert_groups expert_slots grouped_mm norm optim quantize random recurrence rnn routed_mm scan_back sparsity state_rounding sum_of_parts
-    take upsample used_rows
+    attention attention_join attention_zigzag block_codes bounded_groups capacity check_index compress ctc decoded_products delta_rule
+    expert_copies expert_groups expert_slots grouped_mm norm optim quantize random recurrence rnn routed_mm scan_back sparsity
+    state_rounding sum_of_parts take upsample used_rows
 """.split()
 """Files of this folder that register operators."""
 

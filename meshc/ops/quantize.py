@@ -137,7 +137,8 @@ def scaled_mm(
 ) -> Tensor:
     """[batch.., m, n..] of a [batch.., m, k..] and b [batch.., k.., n..], in blocks where k or n has two dims: the sum over all of k of
     (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
-    if a.is_cuda and a.numel() and b.numel() and not why_no_kernel(a, b, scale_a, dtype, summed, batch) and _has_products(a.device):
+    there = a.is_cuda and a.numel() and b.numel() and has_capability(a.device, (8, 9))
+    if there and not why_no_kernel(a, b, scale_a, dtype, summed, batch):
         return _run_kernel(a, b, scale_a, scale_b, dtype)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
@@ -183,7 +184,7 @@ def _fill(x: Tensor, dim: int) -> Tensor:
     """x, contiguous, with zeros up to a multiple of KERNEL_MULTIPLE along `dim`."""
     more = -x.shape[dim] % KERNEL_MULTIPLE
     if not more:
-        return x.contiguous()
+        return in_rows(x)
     shape = list(x.shape)
     shape[dim] += more
     filled = x.new_zeros(shape)
@@ -191,6 +192,10 @@ def _fill(x: Tensor, dim: int) -> Tensor:
     return filled
 
 
-def _has_products(device: torch.device) -> bool:
-    """Whether a GPU multiplies 8-bit floats."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def in_rows(x: Tensor) -> Tensor:
+    """x with contiguous rows that kernels see as such: `contiguous` leaves one row whose stride is another as it is."""
+    return x if x.stride()[-2:] == (x.shape[-1], 1) and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    return torch.cuda.get_device_capability(device) >= least

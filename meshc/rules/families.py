@@ -18,8 +18,8 @@ from meshc.rules.operator import Operator
 
 FAMILIES: Final = """
     contraction reduction slices index creation attention softmax optimizer_updates normalisation rearrange selection losses statistics
-    few_bits sparsity scatter scan convolution pooling resize routed_experts recurrence delta_rule rnn turns diagonal segments spatial
-    linalg fourier
+    few_bits sparsity torch_scaled scatter scan convolution pooling resize routed_experts recurrence delta_rule rnn turns diagonal
+    segments spatial linalg fourier
 """.split()
 """Files of this folder, the usual ones first; beside `elementwise` and `layout`, which alone declare operators with torch's tag
 `pointwise`."""

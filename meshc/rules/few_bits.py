@@ -2,6 +2,8 @@
 
 A scale and what it scales are made where they are read, of what lies there, and only then brought to other ranks: the rounded value is a
 half or a quarter of the bytes. A scale over a dim that is split is the minimum over the ranks.
+
+Rules of torch's own products of scaled values are in `torch_scaled.py`.
 """
 
 from __future__ import annotations

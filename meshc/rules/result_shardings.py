@@ -101,8 +101,9 @@ def _check_ties(rule: Rule, operands: Sequence[Sharding], parts: Mapping[str, Pa
     for letter, ring in rule.rings.items():
         if axes(ring.letter) and axes(letter) != axes(ring.letter) and not (ring.apart and not axes(letter)):
             raise SplitError(f"{letter} is split over {axes(letter)}, and the blocks that pass it over {axes(ring.letter)}")
-    for relation in rule.relations:
-        inside, outside = _side(rule.operands, operands, relation.inside), _side(rule.results, results, relation.outside)
+    rows, shardings = (*rule.operands, *rule.results), (*operands, *results)
+    for relation in rule.relations:  # of an operand and a result, or of two operands: values, and their scales
+        inside, outside = (_side(rows, shardings, side) for side in (relation.inside, relation.outside))
         if inside is not None and outside is not None and inside != outside:
             raise SplitError(f"{inside} and {outside} hold the same elements, and are split differently")
 

@@ -53,7 +53,8 @@ CLOSE = {
 class Sample:
     """One call of an operator. `refine` cuts dims into factors, as views elsewhere in a graph would: operand (or ~result) -> shape.
 
-    `defined` is false for operators whose results hold anything (`empty`): only shapes are compared.
+    `defined` is false for operators whose results hold anything (`empty`): only shapes are compared. `stand_in` computes what is expected
+    where CPUs have no kernel of the operator's.
     """
 
     op: Function
@@ -61,6 +62,7 @@ class Sample:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     refine: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     defined: bool = True
+    stand_in: Function | None = None
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ def build(sample: Sample) -> OneOp:
         return argument
 
     args, kwargs = visit(tuple(sample.args)), {key: visit(value) for key, value in sample.kwargs.items()}
-    made = sample.op(*sample.args, **sample.kwargs)
+    made = (sample.stand_in or sample.op)(*sample.args, **sample.kwargs)
     node = graph.call_function(sample.op, args, kwargs)
     results: list[Node | None] = [node]
     several = isinstance(made, list | tuple)

@@ -40,15 +40,18 @@ from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_formats import FewBits
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
+from meshc.runtime.simulator.reference_products import DecodedProducts
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
 FEW_BITS = 2e-2
-"""Under precision lines, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after a rounding to 8 bits."""
+"""Where values are rounded to 8 bits, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after that."""
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
+MOST_OF_FEW_BITS = 0.25
+"""Error that no sensitivity explains in any case: values of 8 bits have steps of 1/8 or 1/4, and a sum that lacks a part is off by more."""
 AMPLIFIED = 100
 """Factor on the bound for parameters not updated by SGD: Adam divides a gradient by its own size plus eps, so the rounding of a gradient
 that is zero in exact arithmetic (a key's bias) is multiplied by lr / eps."""
@@ -95,7 +98,7 @@ class Report:
         """The bound for a tensor: the usual one of its kind, or TIMES the movement of the model's own result, limited by MOST."""
         usual = self.tolerance * (self.amplified if kind.startswith("parameter") else SQUARED if kind.startswith("state") else 1)
         explained = TIMES * self.moved.get((kind, name), 0.0)
-        return max(usual, explained if _follows(kind) else min(explained, MOST * self.tolerance))
+        return max(usual, explained if _follows(kind) else min(explained, MOST * self.tolerance, MOST_OF_FEW_BITS))
 
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
         """Compares tensors of one kind, under one floor. Raises VerifyError if their names differ."""
@@ -171,7 +174,7 @@ def run_comparison(report: Report, reference: Reference, run: Callable[[Referenc
     start = ModelSnapshot(reference.module)
     with double_by_default(reference.double):
         run(reference, report)
-        if not report.ok and report.tolerance <= TOLERANCE[torch.float32]:
+        if not report.ok and (report.tolerance <= TOLERANCE[torch.float32] or reference.eight_bits):
             after = ModelSnapshot(reference.module)
             _measure_sensitivity(start, reference, report, run)
             _restore(reference, after)
@@ -234,6 +237,7 @@ class Reference:
     formats    by parameter, the format of its products, as the plan's precision lines say
     masks      of its weights, as the plan's sparse lines say
     compressed what the plan's compress line makes of gradients, if there is one
+    eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
     """
 
     module: nn.Module
@@ -249,6 +253,7 @@ class Reference:
     formats: Mapping[str, Format] = field(default_factory=dict)
     masks: ReferenceMasks | None = None
     compressed: CompressedGradients | None = None
+    eight_bits: bool = False
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -322,6 +327,8 @@ class Reference:
             if self.formats or self.masks is not None:
                 torch.clear_autocast_cache()  # copies of weights that a run before has made are not known in this one
                 stack.enter_context(FewBits(self.module, self.formats, self.masks))
+            if self.eight_bits:
+                stack.enter_context(DecodedProducts())
             yield
 
     def refine_gradients(self) -> None:

@@ -59,4 +59,4 @@ class RoundingPerturbation(TorchDispatchMode):
 
 
 def _is_floating(leaf: object) -> TypeGuard[Tensor]:
-    return isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.float64)
+    return isinstance(leaf, Tensor) and leaf.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

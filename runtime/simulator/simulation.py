@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port
 from meshc.program.rank_instructions import steps_of
+from meshc.runtime.simulator.reference_products import STAND_INS, DecodedProducts
 from meshc.runtime.simulator.simulate import Letter, LetterWait, Observer, RankProgram, lock_step, rank_program, run_stage
 
 Values = Mapping[str, torch.Tensor]
@@ -164,5 +166,6 @@ def node_values(graph: Graph, inputs: Iterable[torch.Tensor]) -> dict[Node, Any]
     """Runs a global-view graph on one device; returns the value of each node."""
     interpreter = Interpreter(nn.Module(), garbage_collect_values=False, graph=graph)
     interpreter.extra_traceback = False
-    interpreter.run(*inputs, enable_io_processing=False)
+    with DecodedProducts() if any(node.target in STAND_INS for node in graph.nodes) else nullcontext():
+        interpreter.run(*inputs, enable_io_processing=False)
     return interpreter.env

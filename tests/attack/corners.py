@@ -78,6 +78,8 @@ def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 
 def _full(number: Any, value: Tensor) -> Tensor:
+    if value.itemsize == 1:  # 8-bit floats take no number beyond their largest, but for a cast
+        return torch.full_like(value, number, dtype=torch.float64).to(value.dtype)
     return torch.full_like(value, number)
 
 

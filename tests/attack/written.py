@@ -29,6 +29,7 @@ def written() -> Iterator[Call]:
     yield from _sequences()
     yield from _windows()
     yield from _own()
+    yield from _scaled()
 
 
 def _bags() -> Iterator[Call]:
@@ -201,3 +202,21 @@ def _own() -> Iterator[Call]:
     yield _of(ops.sgd_many_, *([one.clone()] for one in (*moments[:3], torch.zeros(()))), *sgd)
     yield _of(ops.sgd_plain, x, x, NUMBER, NUMBER, False)
     yield _of(ops.sgd_plain_many_, [x.clone()], [x], NUMBER, NUMBER, False)
+
+
+def _scaled() -> Iterator[Call]:
+    """Products of scaled 8-bit values: one scale each, one for each row, one for blocks of 128; of groups in runs, and of groups."""
+    eight = torch.float8_e4m3fn
+    a, b = _x(16, 256).to(eight), _x(128, 256).to(eight).t()
+    one, rows, columns, blocks = torch.tensor(0.5), _x(16, 1).abs(), _x(1, 128).abs(), (_x(16, 2).abs(), _x(2, 1).abs())
+    for scales in ((one, one), (rows, columns)):
+        yield _of(aten._scaled_mm, a, b, *scales, _x(128), None, torch.float32, False)
+        recipe = [scales[0].dim() // 2]
+        yield _of(aten._scaled_mm_v2, a, b, [scales[0]], recipe, [], [scales[1]], recipe, [], None, torch.float32)
+        yield _of(ops.decoded_mm, a, b, *scales, _x(128), None, torch.bfloat16, False)
+    yield _of(ops.decoded_mm, a, b, *blocks, None, one, eight, True)
+    ends, groups = torch.tensor([3, 8, 16], dtype=torch.int32), _x(3, 128, 256).to(eight).transpose(1, 2)
+    yield _of(ops.decoded_grouped_mm, a, groups, rows.reshape(16), _x(3, 128).abs(), ends, torch.bfloat16, False)
+    yield _of(ops.decoded_grouped_mm, _x(3, 8, 256).to(eight), b[:, :16], _x(3, 8).abs(), rows.reshape(16), ends, torch.bfloat16, False)
+    yield _of(ops.decoded_grouped_mm, a.t()[:, :16].t(), a.t()[:, :16], _x(48).abs(), _x(48).abs(), ends * 16, torch.bfloat16, False)
+    yield _of(ops.decoded_grouped_mm, _x(3, 8, 256).to(eight), groups, _x(3, 8).abs(), _x(3, 128).abs(), None, torch.bfloat16, False)

@@ -45,6 +45,8 @@ def b(*shape: int) -> Tensor:
 SAMPLES: dict[Any, list[Sample]] = defaultdict(list)
 
 
-def sample(op: Any, *args: Any, refine: dict[int, tuple[int, ...]] | None = None, defined: bool = True, **kwargs: Any) -> None:
-    SAMPLES[op].append(Sample(op, args, kwargs, refine or {}, defined))
+def sample(
+    op: Any, *args: Any, refine: dict[int, tuple[int, ...]] | None = None, defined: bool = True, stand_in: Any = None, **kwargs: Any
+) -> None:  # fmt: skip
+    SAMPLES[op].append(Sample(op, args, kwargs, refine or {}, defined, stand_in))
     begin(_begun[0])
