@@ -219,7 +219,8 @@ def _compressions(program: Program) -> CompressedGradients | None:
 
 def _changes_numbers(program: Program) -> bool:
     """Whether the plan has lines that change what is computed."""
-    return bool(_formats(program) or program.lowered.placed.traced.compressed)
+    traced = program.lowered.placed.traced
+    return bool(traced.precision or traced.sparsity or traced.compressed)
 
 
 def _verify_there(
@@ -303,7 +304,7 @@ def _rounds_itself(factors: Factors) -> Iterator[str]:
         eight = [one.dtype is not None and one.dtype.is_floating_point and one.dtype.itemsize == 1 for one in records(node)]
         given = {dtype_of(operand) for operand in operands(node)}
         rounds = any(dtype.itemsize > 1 for dtype in given) or is_product(node)
-        if any(eight) and rounds and node.target is not torch.ops.meshc.quantize.default:
+        if any(eight) and rounds and getattr(node.target, "namespace", "") != "meshc":
             yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
 
 
