@@ -85,7 +85,7 @@ REACHED: Final = (
     "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.pop_dynamic_layer_stack",
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
-    "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_",
+    "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_scaled_grouped_mm", "torch:_scaled_mm",
     "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication", "torch.distributed.tensor:DTensor._spec",
     "torch.distributed.tensor:DTensor._local_tensor",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
