@@ -52,7 +52,7 @@ def set_sparsity(traced: TracedModel) -> TracedModel:
     if not traced.plan.sparsities:
         return traced
     joint = traced.operators()
-    products = WeightProducts(joint, stacks=False)
+    products = WeightProducts(joint, parts=False)
     lines = captured_lines(traced.plan.sparsities, traced.depth)
     modules = [product.module for product in products.all]
     faults = faults_of_unused(lines, modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.keys import is_a, name_of
-from meshc.ir.schemas import RESHAPES
+from meshc.ir.schemas import RESHAPES, returns_view
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers operators
 from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
 from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
@@ -82,11 +82,14 @@ def factors_of(node: Node) -> tuple[Node, Node]:
     return left, right
 
 
-def base_of(node: Node) -> Node:
-    """The value before casts, changes of layout and masks."""
-    while node.target in WEIGHTED:
-        (node, *_) = node.all_input_nodes
-    return node
+def base_of(node: Node, parts: bool = False) -> Node:
+    """The value before casts, changes of layout and masks; with `parts` also that of which it is a part."""
+    while True:
+        producer, _ = value_of(node)
+        target = producer.target
+        if target not in WEIGHTED and not (parts and isinstance(target, OpOverload) and returns_view(target)):
+            return node
+        (node, *_) = producer.all_input_nodes
 
 
 def chain_of(node: Node) -> tuple[Node, list[Node]]:
@@ -111,10 +114,12 @@ def faults_of_unused(lines: Sequence[ProductLine], modules: Sequence[str]) -> di
 
 
 class WeightProducts:
-    """The products of a joint graph with a weight, in the order of forward. `stacks`: also those with several weights that are stacked."""
+    """The products of a joint graph with a weight, in the order of forward. `parts`: also those with a part of one, such as some of its
+    rows, and with several that are stacked."""
 
-    def __init__(self, joint: Joint, stacks: bool = True) -> None:
-        self.graph, self.stacks = joint.graph, stacks
+    def __init__(self, joint: Joint, parts: bool = True) -> None:
+        self.graph, self.parts = joint.graph, parts
+        self._base = partial(base_of, parts=parts)
         self.parameters = {node: name_of(key) for key, node in joint.placeholders().items() if is_a(key, "parameter")}
         self.outputs = {node for port, node in zip(joint.outputs, joint.results(), strict=True) if port.kind == "output"}
         self.all = [*self._find()]
@@ -123,7 +128,7 @@ class WeightProducts:
         for node in self.graph.nodes:
             if node.target not in KINDS or record(node).phase != "forward":
                 continue
-            left, right = map(base_of, factors_of(node))
+            left, right = map(self._base, factors_of(node))
             names = self._names(left), self._names(right)
             if bool(names[0]) != bool(names[1]):
                 weight = 0 if names[0] else 1
@@ -131,8 +136,8 @@ class WeightProducts:
 
     def _names(self, base: Node) -> tuple[str, ...]:
         """The names of the parameters that a factor is: of one, or of all that are stacked in it; () if it is more than parameters."""
-        if self.stacks and base.target in STACKS:
-            found = [self._names(base_of(one)) for one in base.all_input_nodes]
+        if self.parts and base.target in STACKS:
+            found = [self._names(self._base(one)) for one in base.all_input_nodes]
             return tuple(name for names in found for name in names) if all(found) else ()
         return (self.parameters[base],) if base in self.parameters else ()
 
@@ -155,7 +160,7 @@ class WeightProducts:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
         for place, what in ((product.weight, "gradient"), (1 - product.weight, "weight gradient")):
             for node in self._backward.get((product.module, product.bases[place]), ()):
-                yield node, 1 - [base_of(one) for one in factors_of(node)].index(product.bases[place]), what
+                yield node, 1 - [self._base(one) for one in factors_of(node)].index(product.bases[place]), what
 
     @cached_property
     def _backward(self) -> dict[tuple[str, Node], list[Node]]:
@@ -163,7 +168,7 @@ class WeightProducts:
         found: dict[tuple[str, Node], list[Node]] = {}
         for node in self.graph.nodes:
             if node.target in KINDS and record(node).phase == "backward":
-                for base in {base_of(one) for one in factors_of(node)}:
+                for base in {self._base(one) for one in factors_of(node)}:
                     if base.op == "placeholder" or records(value_of(base)[0])[0].phase == "forward":
                         found.setdefault((record(node).source.module, base), []).append(node)
         return found

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from meshc.ir.formats import FORMATS
 from tests.fuzz.case import PLAIN, Case, How
 from tests.fuzz.check import Captured, Outcome, captured, check_once
 from tests.fuzz.plans import draw_how, draw_mesh, draw_parts, draw_plan
@@ -43,21 +44,22 @@ class Tally:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
 
 
-def run_program(seed: int, plans: int = PLANS, only: int | None = None) -> list[tuple[Case, Outcome]]:
-    """All cases of one program, with their outcomes."""
+def run_program(seed: int, plans: int = PLANS, only: int | None = None, few_bits: bool = False) -> list[tuple[Case, Outcome]]:
+    """All cases of one program, with their outcomes. `few_bits`: its products are rounded to a format."""
     sketch = draw_program(seed)
     train = sketch.loss and bool(sketch.of_kind("parameter"))
-    ready, how = prepared(sketch, train, draw_parts(random.Random(f"{seed}:parts"), sketch, train))
+    line = f"precision *: {random.Random(f'{seed}:format').choice(list(FORMATS))}" if few_bits else ""
+    ready, how = prepared(sketch, train, draw_parts(random.Random(f"{seed}:parts"), sketch, train), line)
     if isinstance(ready, Outcome):
         return [(Case(sketch, train, "a=2", ("a: -",), how), ready)] * plans
     return [run_case(ready, seed, index, how) for index in range(plans) if only is None or index == only]
 
 
-def prepared(sketch: Sketch, train: bool, how: How) -> tuple[Captured | Outcome, How]:
+def prepared(sketch: Sketch, train: bool, how: How, line: str = "") -> tuple[Captured | Outcome, How]:
     """The sketch, traced; as the whole batch's step where its microbatches cannot be told apart."""
-    ready = captured(sketch, train, how.parts)
+    ready = captured(sketch, train, how.parts, line)
     if how.mean_of_parts and isinstance(ready, Outcome) and not ready.failed:
-        return captured(sketch, train), How()
+        return captured(sketch, train, line=line), How()
     return ready, how
 
 
@@ -72,7 +74,7 @@ def run_case(ready: Captured, seed: int, index: int, how: How = PLAIN) -> tuple[
     if found.kind == "refused" and how.microbatches > 1 and not how.mean_of_parts:  # most likely it mixes the batch
         how = replace(how, microbatches=1)
         found = ready.check(mesh, plan, how)
-    return Case(ready.sketch, ready.train, str(mesh), tuple(plan.split("\n")), how), found
+    return Case(ready.sketch, ready.train, str(mesh), (*plan.split("\n"), *filter(None, [ready.line])), how), found
 
 
 def smallest(case: Case, found: Outcome, seconds: float) -> Case:
@@ -97,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=int, default=None, help="only this one of each program's plans")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making a failing case smaller; 0: not at all")
     parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts of failing cases")
+    parser.add_argument("--few-bits", action="store_true", help="products with a weight in a format, drawn for each program")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -104,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     tally, begin = Tally(), time.monotonic()
     for number in range(-(-options.cases // options.plans)):
         seed = options.seed + number
-        for index, (case, found) in enumerate(run_program(seed, options.plans, options.plan), options.plan or 0):
+        for index, (case, found) in enumerate(run_program(seed, options.plans, options.plan, options.few_bits), options.plan or 0):
             first = tally.add(found)
             if options.verbose and found.kind == "refused" and first:
                 print(f"seed {seed}, plan {index}: {found.why}", flush=True)

@@ -60,13 +60,14 @@ class Outcome:
 class Captured:
     """A sketch with its factors, and its results on one device."""
 
-    def __init__(self, sketch: Sketch, train: bool, parts: int = 1) -> None:
+    def __init__(self, sketch: Sketch, train: bool, parts: int = 1, line: str = "") -> None:
         """Raises CompileError or CaptureError for what meshc states that it does not do.
 
         train  with an SGD step; the sketch is a loss
         parts  the step is the mean of so many microbatches, which is traced for one of them
+        line   a line of every plan that changes what is computed, or ""
         """
-        self.sketch, self.train = sketch, train
+        self.sketch, self.train, self.line = sketch, train, line
         model = module(sketch)
         inputs = sketch.inputs()
         grad = any(value.requires_grad for value in (*model.parameters(), *inputs.values()))
@@ -75,18 +76,19 @@ class Captured:
         if self.optimizer is not None:
             traced = traced_step(TrainStep(model, optimizer=self.optimizer))
         self.request = Request(
-            module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"), plan="a: -",
-            grad=grad, train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,
+            module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"),
+            plan=f"a: -\n{line}", grad=grad, train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,
             microbatches=parts, batch_mix="mean_of_parts" if parts > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(grad):
             self.placed = compile_program.update_and_factorize(compile_program.trace(self.request))
-        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts)
+        formats = self.placed.traced.precision
+        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts, formats=formats)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
         asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, remat=how.remat)
-        request = self.request.having(mesh=mesh, plan=plan, must_pass=how.attention in PASSING, **asked)
+        request = self.request.having(mesh=mesh, plan=f"{plan}\n{self.line}", must_pass=how.attention in PASSING, **asked)
         with torch.set_grad_enabled(request.grad):
             lowered = compile_program.lower_by_plan(self.placed.restart_for_request(request))
             return replace(finish(lowered), traced=TracedGraph(lowered.joint.as_stage))
@@ -167,10 +169,12 @@ def _cause(fault: Exception) -> str:
     return f"{type(error).__name__} in {mine[-1].name if mine else 'torch'}"
 
 
-def captured(sketch: Sketch, train: bool, parts: int = 1) -> Captured | Outcome:
+def captured(sketch: Sketch, train: bool, parts: int = 1, line: str = "") -> Captured | Outcome:
     """The sketch, ready for its meshes, or why not."""
     try:
-        return Captured(sketch, train, parts)
+        return Captured(sketch, train, parts, line)
+    except PlanError as stated:
+        return Outcome("refused", f"capture: {stated}")
     except CompilerFault as fault:
         return Outcome("broken", f"capture: {_said(traceback.format_exc())}", _cause(fault))
     except (CompileError, CaptureError) as stated:
@@ -181,5 +185,7 @@ def captured(sketch: Sketch, train: bool, parts: int = 1) -> Captured | Outcome:
 
 def check_once(case: Case) -> Outcome:
     """A case from nothing: what shrinking runs."""
-    found = captured(case.sketch, case.train, case.how.parts)
-    return found if isinstance(found, Outcome) else found.check(Mesh(case.mesh), "\n".join(case.plan), case.how)
+    line = next((one for one in case.plan if one.startswith("precision")), "")
+    found = captured(case.sketch, case.train, case.how.parts, line)
+    plan = "\n".join(one for one in case.plan if one != line)
+    return found if isinstance(found, Outcome) else found.check(Mesh(case.mesh), plan, case.how)
