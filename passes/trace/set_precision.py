@@ -24,6 +24,7 @@ from meshc.ir import Record, record
 from meshc.ir.formats import ELEMENTS, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Function
 from meshc.ir.graph import call
+from meshc.ir.schemas import named_arguments
 from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
@@ -143,9 +144,18 @@ class ProductWriter:
             else:
                 made = self._write_unscaled(node, form, factors)
             if isinstance(summand, Node):
-                made = self._emit(node, aten.add.Tensor, summand, made)
+                made = self._add_summand(node, summand, made)
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
+
+    def _add_summand(self, node: Node, summand: Node, made: Node) -> Node:
+        """beta * summand + alpha * the product."""
+        named = named_arguments(node)
+        terms = [
+            one if named[factor] == 1 else self._emit(node, aten.mul.Scalar, one, named[factor])
+            for one, factor in ((summand, "beta"), (made, "alpha"))
+        ]
+        return self._emit(node, aten.add.Tensor, *terms)
 
     def _write_runs(self, node: Node, form: Format, factors: Sequence[Node], roles: Sequence[Role]) -> Node:
         """The same product of operands that are rounded, and brought back to their dtype."""

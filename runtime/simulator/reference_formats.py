@@ -51,8 +51,11 @@ class FewBits(TorchDispatchMode):
             made = self._product(args[0], args[1])
             return func(*self._mask_weights(args[:2])) if made is None else made
         if func in ADDED:
-            made = None if kwargs else self._product(args[1], args[2])
-            return func(args[0], *self._mask_weights(args[1:]), **(kwargs or {})) if made is None else args[0] + made
+            made = self._product(args[1], args[2])
+            if made is None:
+                return func(args[0], *self._mask_weights(args[1:]), **(kwargs or {}))
+            factors: dict[str, Any] = {"beta": 1, "alpha": 1} | dict(kwargs or {})
+            return factors["beta"] * args[0] + factors["alpha"] * made
         if func in RUNS:
             return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
         made = func(*args, **(kwargs or {}))

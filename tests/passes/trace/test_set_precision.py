@@ -151,6 +151,26 @@ def test_a_head_and_a_router_stay_as_they_are_unless_they_are_named() -> None:
     assert "head stays as it is" in program.summary() and "router stays as it is" in program.summary()
 
 
+class Added(nn.Module):
+    """Products with some rows of a weight, added to a value with factors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 48))
+        self.out = nn.Linear(48, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.addmm(x[:, :24].repeat(1, 2), x, self.weight, beta=0.5, alpha=2.0)
+        return self.out(first + F.pad(F.linear(x, self.weight.t()[8:40]), (0, 16)))
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
+def test_summands_and_parts_of_weights(mesh: str) -> None:
+    program = meshc.compile(Added(), meshc.Mesh(mesh), args=(torch.randn(16, 32),), plan="precision *: float8 row")
+    assert set(program.lowered.placed.traced.precision) == {"weight"}
+    assert meshc.verify(program).worst < 1e-12
+
+
 def test_sizes_that_blocks_do_not_fit_are_said() -> None:
     model = nn.Sequential(nn.Linear(100, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     program = meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(128, 100),), plan="precision *: float8 block")
