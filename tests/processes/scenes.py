@@ -214,6 +214,7 @@ assert OPERATORS[convolution].rule(node, tensors).windows == {"y0": ("x0", Windo
     Scene("add-a-rule.md", (10,), before=STATISTICS,
           after="assert splits(statistics._whole_result_rule(_logsumexp)) == [11, 19, 16]"),
     Scene("architecture.md", (0,), after="assert program.plan"),
+    Scene("compressed-gradients.md", (0,)),
     Scene("cost-model.md", (0,), before=STEP + """
 mesh = meshc.Mesh("dp=2,tp=2")
 program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
@@ -271,6 +272,7 @@ model.eval().requires_grad_(False)
 program, ids, rows = meshc.compile(model, mesh), ids[:2, :11], torch.tensor([1, 0])
 """, after="assert cache.get_seq_length() == 13 and cache.layers[0].keys.shape[0] == 4"),
     Scene("long-context.md", (0, 1), before=LLAMA),
+    Scene("precision.md", (0,), often=True),
     Scene("recurrences.md", (0,), before=STEP, after="""
 class Reads(torch.nn.Module):
     def __init__(self):
@@ -323,6 +325,7 @@ class Mean(torch.nn.Module):
 
 model, x = Mean(), torch.randn(8, 8)
 """, after="assert [tuple(shape) for _, shape in whole.drawn] == [(8, 8)] and loss.isfinite()", often=True),
+    Scene("sparsity.md", (0,)),
     Scene("training.md", (0,), ranks=2),
     Scene("training.md", (1,), after="""
 import meshc
