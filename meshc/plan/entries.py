@@ -207,3 +207,14 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
 def is_in(module: str, pattern: str) -> bool:
     """Whether the glob matches the module at this path, or a module that contains it."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLine(PlanLine):
+    """A line about the operators of the modules that ``pattern`` names, and of the modules in them."""
+
+    pattern: str
+
+    def covers(self, module: str) -> bool:
+        """Whether the line applies to operators of the module at this path."""
+        return is_in(module, self.pattern)

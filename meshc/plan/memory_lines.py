@@ -20,7 +20,7 @@ from typing import Final
 
 from meshc.ir.storage_moves import TIERS, Storage, is_state_only
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import PlanLine, is_in
+from meshc.plan.entries import ModuleLine, PlanLine, is_in
 from meshc.plan.plan_faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
@@ -40,18 +40,7 @@ MOST_CHUNKS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _OfModules(PlanLine):
-    """A line about the operators of the modules that a pattern names, and of the modules in them."""
-
-    pattern: str
-
-    def covers(self, module: str) -> bool:
-        """Whether the line applies to operators of the module at this path."""
-        return is_in(module, self.pattern)
-
-
-@dataclass(frozen=True, slots=True)
-class RematLine(_OfModules):
+class RematLine(ModuleLine):
     """Recompute policy of the modules that ``pattern`` names and of those in them; of several lines the last one counts."""
 
     policy: str
@@ -155,7 +144,7 @@ def _read_tier(line: Line, what: str, update: bool, start: int) -> Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLine(_OfModules):
+class ChunkLine(ModuleLine):
     """The matrix product in the module that ``pattern`` names, and the loss computed from the product, run in ``count`` chunks."""
 
     count: int

@@ -17,7 +17,7 @@ from typing import Final
 from meshc.ir.formats import COMPRESSED, FORMATS
 from meshc.ir.mesh import NAME
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import PlanLine, is_in
+from meshc.plan.entries import ModuleLine, PlanLine
 from meshc.plan.plan_faults import suggest
 
 NUMBER: Final = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
@@ -28,15 +28,9 @@ MOST_IN_GROUP: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ProductLine(PlanLine):
+class ProductLine(ModuleLine):
     """A line about the products with a weight in the modules that ``pattern`` names and in those in them; of several lines of a kind the
     last one counts."""
-
-    pattern: str
-
-    def covers(self, module: str) -> bool:
-        """Whether the line applies to products of the module at this path."""
-        return is_in(module, self.pattern)
 
     def names(self, module: str) -> bool:
         """Whether the line names the module itself, not only what it is in: its last part is no `*`, and the path fits."""

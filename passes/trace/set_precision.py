@@ -43,7 +43,7 @@ def set_precision(traced: TracedModel) -> TracedModel:
         return traced
     joint = traced.operators()
     products = WeightProducts(joint)
-    lines = captured_precisions(traced)
+    lines = captured_lines(traced.plan.precisions, traced.depth)
     faults = faults_of_unused(lines, [product.module for product in products.all])
     refuse_faults("the plan does not fit this model", list(faults.values()))
     covered, notes = products.covered_by(lines, "precision")
@@ -63,11 +63,6 @@ def set_precision(traced: TracedModel) -> TracedModel:
         whole: form for product, form in chosen for name in product.parameters for whole in whole_names(traced.depth, name)
     }  # fmt: skip
     return replace(traced.with_notes(*notes), precision=formats)
-
-
-def captured_precisions(traced: TracedModel) -> list[PrecisionLine]:
-    """The plan's lines by the names of the captured layers, in order."""
-    return list(captured_lines(traced.plan.precisions, traced.depth))
 
 
 def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:

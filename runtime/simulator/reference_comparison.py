@@ -336,11 +336,6 @@ class Reference:
         if self.masks is not None:
             self.masks.refine_gradients()
 
-    def fix_weights(self) -> None:
-        """Makes updated weights those of sparse lines with fixed masks."""
-        if self.masks is not None:
-            self.masks.fix_weights()
-
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
     """Global values of parameters, buffers, inputs and the random seed, by key."""
@@ -441,7 +436,8 @@ def compare_steps(
         norm = clip_(reference.module, clip, clip_value)
         for member in members:
             member.step()
-        reference.fix_weights()
+        if reference.masks is not None:
+            reference.masks.fix_weights()
         keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
