@@ -8,7 +8,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -81,8 +83,15 @@ def keeping_words(options: argparse.Namespace) -> list[str]:
     return [*said, *(["--master-weights"] if options.master_weights else [])]
 
 
+class _UncachedLoader(SourceFileLoader):
+    """Compiles a file as it is now: Python takes cached bytecode for that of any text of equal length and second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(file.stem, file, loader=_UncachedLoader(file.stem, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
