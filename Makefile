@@ -25,7 +25,7 @@ SECONDS ?= 3600
 # Seconds after which a test of `make test-broad` counts as hanging. Its longest take minutes of a core, more where the core is shared.
 LONGEST ?= 1800
 
-.PHONY: venv demo test test-moved test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all libraries fuzz attack mutate conformance
+.PHONY: venv demo test test-moved test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo precision zoo-all libraries fuzz attack mutate conformance
 .PHONY: placements pipelines test-frameworks ecosystem reference site wheel clean
 
 venv: $(STAMP)
@@ -107,6 +107,10 @@ placements: $(STAMP)
 
 zoo: $(STAMP)
 	$(RUN) -m tests.zoo
+
+# Twelve families in each format of products on six meshes.
+precision: $(STAMP)
+	$(RUN) -m tests.zoo.precision
 
 zoo-all: $(STAMP)
 	$(RUN) -m tests.zoo.everything

@@ -22,7 +22,6 @@ from meshc.frontend.expert_bias import count_choices
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
 from meshc.ir import op_name, operands, records, trees
-from meshc.ir.formats import Format
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
 from meshc.ops import block_codes
@@ -192,20 +191,14 @@ def reference_of(
     with calls_allowed(module):
         twin = plain_copy(module, values, double)
     args, kwargs = widen_inputs(call, double)
-    formats = _formats(program)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(
-        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, formats,
+        twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, lowered.placed.traced.precision,
         ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits,
     )  # fmt: skip
-
-
-def _formats(program: Program) -> Mapping[str, Format]:
-    """By parameter, the format of its products, as the plan's precision lines say."""
-    return program.lowered.placed.traced.precision
 
 
 def _compressions(program: Program) -> CompressedGradients | None:

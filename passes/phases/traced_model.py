@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -82,7 +82,7 @@ class TracedModel(CompilationPhase):
     joint        the graph of operators, from `differentiate` on
     dynamic      symbolic sizes that calls choose
     constraints  conditions on these sizes, as text
-    precision    by parameter, the format of its products, where the plan has set one
+    precision    by parameter, the format of each product of forward that reads it, where the plan has set any; None: stays as it is
     sparsity     by parameter, its groups, where the plan has products read the largest of each
     compressed   by parameter, how its gradient is compressed, where the plan says so
     """
@@ -91,7 +91,7 @@ class TracedModel(CompilationPhase):
     joint: Joint | None = None
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
-    precision: Mapping[str, Format] = field(default_factory=dict)
+    precision: Mapping[str, Sequence[Format | None]] = field(default_factory=dict)
     sparsity: Mapping[str, SparseWeight] = field(default_factory=dict)
     compressed: Mapping[str, Any] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ Runs on the joint graph, so that forward and backward are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -59,10 +59,16 @@ def set_precision(traced: TracedModel) -> TracedModel:
     for node in [node for node in joint.graph.nodes if node in operands]:
         write.replace(node, *operands[node])
     joint.graph.eliminate_dead_code()
-    formats = {
-        whole: form for product, form in chosen for name in product.parameters for whole in whole_names(traced.depth, name)
-    }  # fmt: skip
-    return replace(traced.with_notes(*notes), precision=formats)
+    return replace(traced.with_notes(*notes), precision=_formats(traced, products, {product.node: form for product, form in chosen}))
+
+
+def _formats(traced: TracedModel, products: WeightProducts, chosen: Mapping[Node, Format]) -> dict[str, tuple[Format | None, ...]]:
+    """By parameter that a product in few bits reads, the format of each of its products."""
+    found: dict[str, list[Format | None]] = {}
+    for product in products.all:
+        for name in product.parameters:
+            found.setdefault(name, []).append(chosen.get(product.node))
+    return {whole: tuple(forms) for name, forms in found.items() if any(forms) for whole in whole_names(traced.depth, name)}
 
 
 def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:

@@ -42,6 +42,8 @@ PRODUCTS: Final[Mapping[object, int]] = {aten.mm.default: 0, aten.bmm.default: 1
 """Product of two matrices, or of a batch of pairs -> the number of dims of a batch."""
 RUNS: Final = (aten._grouped_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default, meshc.group_mm.default)
 """Products of runs of rows [.., r, k] with a matrix each, of matrices [g, k, n]."""
+NUMBER: Final = "seq_nr"
+"""Key of autograd's number of an operator, which those of its backward share."""
 KINDS: Final = frozenset((*PRODUCTS, *RUNS))
 
 
@@ -160,7 +162,9 @@ class WeightProducts:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
         for place, what in ((product.weight, "gradient"), (1 - product.weight, "weight gradient")):
             for node in self._backward.get((product.module, product.bases[place]), ()):
-                yield node, 1 - [self._base(one) for one in factors_of(node)].index(product.bases[place]), what
+                numbers = {product.node.meta.get(NUMBER), node.meta.get(NUMBER)} - {None}
+                if len(numbers) < 2:  # else it is of another product with the same factor
+                    yield node, 1 - [self._base(one) for one in factors_of(node)].index(product.bases[place]), what
 
     @cached_property
     def _backward(self) -> dict[tuple[str, Node], list[Node]]:

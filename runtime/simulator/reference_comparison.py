@@ -27,7 +27,6 @@ from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
 from meshc.ir import trees
-from meshc.ir.formats import Format
 from meshc.ir.functions import Function
 from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
@@ -38,7 +37,7 @@ from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.reference_compression import CompressedGradients
-from meshc.runtime.simulator.reference_formats import FewBits
+from meshc.runtime.simulator.reference_formats import FewBits, Formats
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.reference_products import DecodedProducts
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
@@ -234,7 +233,7 @@ class Reference:
     perturbed  seed of random roundings (`sensitivity.py`), if any
     hooks      hooks on gradients between backward and the optimizer, by parameter
     numbers    Python numbers that are inputs of the program, by name
-    formats    by parameter, the format of its products, as the plan's precision lines say
+    formats    of products, as the plan's precision lines say
     masks      of its weights, as the plan's sparse lines say
     compressed what the plan's compress line makes of gradients, if there is one
     eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
@@ -250,7 +249,7 @@ class Reference:
     perturbed: int | None = None
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    formats: Mapping[str, Format] = field(default_factory=dict)
+    formats: Formats = field(default_factory=dict)
     masks: ReferenceMasks | None = None
     compressed: CompressedGradients | None = None
     eight_bits: bool = False

@@ -1,18 +1,19 @@
 """Mode in which a model on one device computes products as the precision and sparse lines of a plan say.
 
-Knows nothing of graphs: the operands of each product that torch runs, in forward and in backward, are found by their memory. A product that
-reads a weight with a format is one of forward, or of the gradient with the weight; one that reads what such a product of forward read
-beside its weight is that of the weight's gradient.
+Knows nothing of graphs: the operands of each product that torch runs are found by their memory, and which products of backward belong to
+one of forward by the number that autograd has given it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from meshc.errors import VerifyError
 from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Keywords
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers its operators
@@ -29,20 +30,36 @@ PLAIN: Final = (aten.mm.default, aten.bmm.default)
 ADDED: Final = (aten.addmm.default, aten.baddbmm.default)
 RUNS: Final = (aten._grouped_mm.default, meshc.group_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default)
 COPIES: Final = (aten._to_copy.default, aten.clone.default)
+STACKS: Final = (aten.stack.default, aten.cat.default)
+Formats = Mapping[str, Sequence[Format | None]]
+"""By parameter, the format of each product of forward that reads it and no other one, in their order; None: it stays as it is."""
+
+
+@dataclass(frozen=True)
+class _Multiplied:
+    """A product of forward: its format, the position of the weight among its factors, and the memory of these."""
+
+    form: Format | None
+    weight: int
+    memory: tuple[int, int]
 
 
 class FewBits(TorchDispatchMode):
-    """`formats`: by the name of a parameter of `module`, the format of its products. `masks`: of its weights."""
+    """`formats`: of products with a parameter of `module`. `masks`: of its weights."""
 
-    def __init__(self, module: nn.Module, formats: Mapping[str, Format], masks: ReferenceMasks | None = None) -> None:
+    def __init__(self, module: nn.Module, formats: Formats, masks: ReferenceMasks | None = None) -> None:
         super().__init__()
-        self.masks = masks
+        self.masks, self.formats = masks, formats
         if masks is not None:
             masks.begin()
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        self.weights = {memory_of(parameters[name]): formats[name] for name in formats}
-        self.read: dict[int, Format] = {}
-        """By memory, what products of forward read beside their weights, with the format."""
+        self.weights: dict[int, tuple[str, ...]] = {}
+        """By memory, the parameters that lie there, or that were stacked there."""
+        for name, parameter in module.named_parameters():
+            self.weights[memory_of(parameter)] = (name,)
+        self.products: dict[int, _Multiplied] = {}
+        """Products of forward by autograd's number."""
+        self.read: dict[str, list[Tensor]] = {}
+        """By parameter, what its products of forward have read beside it."""
         self.held: list[Tensor] = []
         """Tensors whose memory must not be used again."""
 
@@ -60,14 +77,19 @@ class FewBits(TorchDispatchMode):
             return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if func in COPIES:
-            assert isinstance(made, Tensor)
-            for known in (self.weights, self.read):
-                if memory_of(args[0]) in known:
-                    known[memory_of(made)] = known[memory_of(args[0])]
-                    self.held.append(made)
+            self._follow(args[:1], made)
             if self.masks is not None:
                 self.masks.follow(args[0], made)
+        elif func in STACKS:
+            self._follow(args[0], made)
         return made
+
+    def _follow(self, parts: Sequence[Tensor], made: Tensor) -> None:
+        """Notes that a tensor is a copy of weights, if all parts of it are."""
+        names = [self.weights.get(memory_of(part), ()) for part in parts]
+        if all(names):
+            self.weights[memory_of(made)] = tuple(name for each in names for name in each)
+            self.held.append(made)
 
     def _mask_weights(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The two factors of a product, weights as far as it reads them."""
@@ -77,38 +99,73 @@ class FewBits(TorchDispatchMode):
         return self.masks.mask_factor(a, -1, _in_backward()), self.masks.mask_factor(b, -2, _in_backward())
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor | None:
-        """The product in the format of the weight that it is about; None if there is none."""
-        factors = (a, b)
-        weights = [self.weights.get(memory_of(one)) for one in factors]
-        backward = _in_backward()
-        if weights.count(None) == 1:
-            place = 0 if weights[1] is None else 1
-            form, other = weights[place], factors[1 - place]
-            assert form is not None
-            if not backward:
-                self.read[memory_of(other)] = form
-                self.held.append(other)
-            return multiply(*self._mask_weights(factors), form, _roles("weight", place, "gradient" if backward else "activation"))
-        values = [self.read.get(memory_of(one)) for one in factors]
-        if backward and weights == [None, None] and values.count(None) == 1:
-            place = 0 if values[1] is None else 1
-            form = values[place]
-            assert form is not None
-            return None if WEIGHT_GRADIENT in form.high else multiply(a, b, form, _roles("activation", place, "gradient"))
-        return None
+        """The product in its format; None if it has none."""
+        memory = memory_of(a), memory_of(b)
+        if _in_backward():
+            known = self.products.get(_number_of_backward())
+            roles = None if known is None or known.form is None else _roles_in_backward(known, memory)
+            return None if roles is None else multiply(*self._mask_weights((a, b)), known.form, roles)  # type: ignore[union-attr, arg-type]
+        names = [self.weights.get(one, ()) for one in memory]
+        if bool(names[0]) == bool(names[1]):
+            return None
+        place = 0 if names[0] else 1
+        self.held += [a, b]
+        form = self._next_format(names[place], (b, a)[place])
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            self.products[torch.autograd._get_sequence_nr() - 1] = _Multiplied(form, place, memory)
+        return None if form is None else multiply(*self._mask_weights((a, b)), form, _roles("weight", place, "activation"))
+
+    def _next_format(self, names: Sequence[str], other: Tensor) -> Format | None:
+        """The format of a product of forward that reads parameters beside `other`, which has the same as a product that is run again."""
+        forms = self.formats.get(names[0], ())
+        if not forms:
+            return None
+        before = self.read.setdefault(names[0], [])
+        if torch._C._current_graph_task_id() == -1:
+            number = len(before)
+            before.append(other)
+        elif all(form == forms[0] for form in forms):
+            number = 0
+        else:
+            number = next((number for number, one in enumerate(before) if one.shape == other.shape and torch.equal(one, other)), len(forms))
+        if number >= len(forms):
+            raise VerifyError(
+                f"a precision line rounds products with {names[0]}, of which the program has {len(forms)}, and the model on one device "
+                "runs more (a recurrent layer, say): which of them are rounded cannot be told; program.prove() shows what is computed"
+            )
+        return forms[number]
 
     def _runs(self, rows: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         """The operands of a product of runs of rows with a matrix each, after masks, and rounding where the matrices are weights."""
-        form = self.weights.get(memory_of(matrices))
+        names = self.weights.get(memory_of(matrices))
+        backward = _in_backward()
+        form = None
+        if names:
+            form = next(iter(self.formats.get(names[0], ())), None) if backward else self._next_format(names, rows)
         rows, matrices = self._mask_weights((rows, matrices))
         if form is None:
             return rows, matrices
-        role: Role = "gradient" if _in_backward() else "activation"
+        role: Role = "gradient" if backward else "activation"
         return round_operand(rows, form, role, -1, rows.dtype), round_operand(matrices, form, "weight", -2, matrices.dtype)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _number_of_backward() -> int:
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+def _roles_in_backward(product: _Multiplied, memory: Sequence[int]) -> tuple[Role, Role] | None:
+    """The roles of the factors of a product of backward; None if it stays as it is."""
+    weight, other = product.memory[product.weight], product.memory[1 - product.weight]
+    if weight in memory:
+        return _roles("weight", memory.index(weight), "gradient")
+    if other not in memory or product.form is None or WEIGHT_GRADIENT in product.form.high:
+        return None
+    return _roles("activation", memory.index(other), "gradient")
 
 
 def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
 
 import meshc
-from meshc.errors import PlanError
+from meshc.errors import PlanError, VerifyError
 from meshc.ir import records
 from meshc.ir.formats import FORMATS
 from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
@@ -79,7 +80,8 @@ def test_rows_and_blocks_are_the_same_on_every_mesh(mesh: str) -> None:
 def test_depth_is_one_layer_many_times() -> None:
     program = step("dp_shard=2", "precision layers.*: float8 row\nprecision layers.1: bf16", layers=6)
     formats = program.lowered.placed.traced.precision
-    assert formats["layers.4.down.weight"].name == "float8 row" and formats["layers.1.down.weight"].name == "bf16" and len(formats) == 18
+    assert formats["layers.4.down.weight"] == (FORMATS["float8 row"],) and formats["layers.1.down.weight"] == (FORMATS["bf16"],)
+    assert len(formats) == 18
     assert meshc.verify(program, dtype=torch.float32).ok
 
 
@@ -169,6 +171,51 @@ def test_summands_and_parts_of_weights(mesh: str) -> None:
     program = meshc.compile(Added(), meshc.Mesh(mesh), args=(torch.randn(16, 32),), plan="precision *: float8 row")
     assert set(program.lowered.placed.traced.precision) == {"weight"}
     assert meshc.verify(program).worst < 1e-12
+
+
+class Tied(nn.Module):
+    """One weight, in a product that is rounded, also once more from a checkpoint, and in a head that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(32, 32))
+        self.between = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def begin(x: Tensor) -> Tensor:
+            return F.silu(x @ self.table)
+
+        return F.silu(self.between(checkpoint(begin, x, use_reentrant=False))) @ self.table
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp=3"])
+def test_a_weight_of_several_products_is_rounded_where_the_line_says(mesh: str) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    train = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss)
+    inputs = {"args": (torch.randn(16, 32),), "kwargs": {"target": torch.randn(16, 32)}}
+    program = meshc.compile(train, meshc.Mesh(mesh), plan="precision *: float8 row", **inputs)
+    assert program.lowered.placed.traced.precision == {"table": (FORMATS["float8 row"], None), "between.weight": (FORMATS["float8 row"],)}
+    assert meshc.verify(program).worst < 1e-12
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer whose weight another product reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(32, 32)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.layer(x)[0] @ self.layer.weight_hh_l0[:32]))
+
+
+def test_what_the_model_on_one_device_cannot_tell_is_said() -> None:
+    program = meshc.compile(Recurrent(), meshc.Mesh("tp=2"), args=(torch.randn(4, 8, 32),), plan="precision *: float8 row")
+    with pytest.raises(VerifyError, match="layer.weight_hh_l0, of which the program has 1, and the model on one device runs more"):
+        meshc.verify(program)
+    assert program.prove().holds
 
 
 def test_sizes_that_blocks_do_not_fit_are_said() -> None:

@@ -17,6 +17,7 @@ from torch.fx import Node
 import meshc
 from meshc.errors import PlanError, VerifyError
 from meshc.ir import record, records
+from meshc.ir.formats import FORMATS
 from meshc.optimizer.optimizer import numbers
 from meshc.passes.trace import set_sparsity
 from meshc.plan.precision_lines import SparseLine
@@ -88,7 +89,7 @@ def test_a_step_is_the_same_on_every_mesh(mesh: str) -> None:
 def test_a_mask_comes_before_what_is_rounded(mesh: str) -> None:
     program = step(mesh, f"{LINE}\nprecision layers.*: float8 row\nsparse layers.1.down: 1:3, decay 0.01")
     found = program.lowered.placed.traced
-    assert found.sparsity["layers.1.down.weight"].line.m == 3 and found.precision["layers.1.down.weight"].name == "float8 row"
+    assert found.sparsity["layers.1.down.weight"].line.m == 3 and found.precision["layers.1.down.weight"] == (FORMATS["float8 row"],)
     assert meshc.verify(program).worst < 1e-12
 
 
