@@ -33,15 +33,19 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_lm  # noqa: E402 - an example, beside the package
 
 MESH = "dp_shard=2"
+DATA = "dp_shard: batch; store params, grads, state\n"
 CASES = {
     "float32": ("float32", ""),
     "bfloat16": ("bfloat16", ""),
     "float8 row": ("bfloat16", "precision *: float8 row"),
     "float8 block": ("bfloat16", "precision *: float8 block"),
     "nvfp4": ("bfloat16", "precision *: nvfp4"),
+    "int8 messages": ("bfloat16", f"{DATA}compress dp_shard: int8"),
+    "sign messages": ("bfloat16", f"{DATA}compress dp_shard: sign"),
+    "2:4 weights": ("bfloat16", "sparse *: 2:4"),
 }
 """Name -> (dtype, lines of the plan)."""
-SIGNS = "fbrkn28s"
+SIGNS = "fbrkni+s"
 LAST = 20
 """Steps over whose losses the last column is the mean."""
 KEPT = ROOT / "bench" / "results" / "few-bits-two-cpu-ranks"

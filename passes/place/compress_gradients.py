@@ -54,6 +54,8 @@ def compress_gradients(traced: TracedModel) -> TracedModel:
     lines, request = traced.plan.compressions, traced.request
     if not lines:
         return traced
+    if not request.grad:
+        return traced.with_notes(*(f"{line}: no gradients are computed here, so none are compressed" for line in lines))
     line = _line_of(traced)
     if request.optimizer is None:
         return traced  # what `verify` compares of a step is its gradients ahead of the update

@@ -297,6 +297,14 @@ def test_a_module_has_no_step_that_keeps_errors() -> None:
         meshc.compile(Model(), meshc.Mesh("dp=2"), args=(torch.randn(4, 5, 16),), plan="dp: batch\ncompress dp: int8")
 
 
+def test_an_evaluation_under_the_plan_of_its_training_compresses_nothing() -> None:
+    model, plan = Model(), "dp: batch\ncompress dp: int8"
+    with torch.no_grad():
+        program = meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(4, 5, 16),), plan=plan)
+    assert "compress dp: int8: no gradients are computed here, so none are compressed" in program.summary()
+    assert meshc.verify(program).ok
+
+
 def test_lines_are_text() -> None:
     for text in ("compress dp: int8", "compress dp_shard: sign of 4 parts"):
         plan = Plan(f"dp: batch\n{text}")
