@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import Node
 
+import meshc
 from meshc.ir import record, records, spmd
 from meshc.ir.graph import call, copy_graph, output_of
 from meshc.program.program import PlainProgram, Port, Stage
@@ -18,13 +20,23 @@ from meshc.proof.erasure import erase
 from tests.golden.cases import CASES, gpt, train
 from tests.proof.edited_lines import behind, put
 
-aten, meshc = torch.ops.aten, torch.ops.meshc
-BASES = ("gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "rows uneven", "resnet dp")
+aten, ours = torch.ops.aten, torch.ops.meshc
+BASES = ("gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "rows uneven", "resnet dp", "few bits")
+
+
+def few_bits() -> meshc.Program:
+    """Products in 8 bits, masked weights, and gradients in 8 bits with their errors."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 16))
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.mse_loss)
+    plan = "dp: batch\ntp: ffn\nprecision 0: float8 row\nsparse 2: 2:4\ncompress dp: int8"
+    inputs = {"args": (torch.randn(8, 64),), "kwargs": {"target": torch.randn(8, 16)}}
+    return meshc.compile(step, meshc.Mesh("dp=2,tp=2"), plan=plan, **inputs)
 
 
 @cache
 def base(name: str) -> tuple[PlainProgram, Stage]:
-    program = CASES[name]() if name in CASES else train(gpt(batch=5), "dp_shard=3", clip=1.0)
+    made = few_bits if name == "few bits" else CASES.get(name)
+    program = made() if made is not None else train(gpt(batch=5), "dp_shard=3", clip=1.0)
     return program.compiled, program.lowered.joint.as_stage()
 
 
@@ -177,12 +189,23 @@ def on(
     return change
 
 
+def reduced(how: str) -> Callable[[Node], bool]:
+    return lambda node: node.args[2] == how
+
+
+def not_kept(edit: Edit) -> None:
+    """What rounding leaves over is lost: an error stays what it was."""
+    for stage in edit.program.stages.values():
+        key = next(key for key in stage.outputs if key.endswith("part_errors"))
+        output_of(stage.graph).replace_input_with(stage.results()[key], edit.entering(key))
+
+
 def first_read(node: Node) -> None:
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
-DP_TP, MICRO, PIPE, UNEVEN, CONV = BASES
-UPDATE = meshc.adam_many_.default
+DP_TP, MICRO, PIPE, UNEVEN, CONV, FEW = BASES
+UPDATE = ours.adam_many_.default
 FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
     "an all-reduce is missing": (DP_TP, on(spmd.all_reduce, first_read, over("tp"))),
     "an all-reduce is a copy": (DP_TP, on(spmd.all_reduce, is_copy, over("tp"))),
@@ -196,13 +219,13 @@ FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
     "a bias counted on every rank, by a copy": (DP_TP, on(spmd.keep_first, is_copy)),
     "rows cut by another axis's place": (DP_TP, other_place),
     "every rank has the second's rows": (DP_TP, on(spmd.shard, lambda n: put(n, 3, 1))),
-    "queries for keys": (DP_TP, on(meshc.attention.default, lambda n: swapped(n, 0, 1))),
-    "keys for values": (DP_TP, on(meshc.attention.default, lambda n: swapped(n, 1, 2))),
-    "attention that sees all": (DP_TP, on(meshc.attention.default, number(bool, lambda causal: not causal))),
-    "attention with another scale": (DP_TP, on(meshc.attention.default, number(float, lambda scale: scale / 2))),
-    "another scale in backward alone": (DP_TP, on(meshc.attention_backward.default, number(float, lambda scale: scale / 2))),
-    "dropout drawn by another number": (DP_TP, on(meshc.dropout.default, number(int, lambda call: call + 1))),
-    "dropout with another rate": (DP_TP, on(meshc.dropout.default, number(float, lambda rate: rate / 2))),
+    "queries for keys": (DP_TP, on(ours.attention.default, lambda n: swapped(n, 0, 1))),
+    "keys for values": (DP_TP, on(ours.attention.default, lambda n: swapped(n, 1, 2))),
+    "attention that sees all": (DP_TP, on(ours.attention.default, number(bool, lambda causal: not causal))),
+    "attention with another scale": (DP_TP, on(ours.attention.default, number(float, lambda scale: scale / 2))),
+    "another scale in backward alone": (DP_TP, on(ours.attention_backward.default, number(float, lambda scale: scale / 2))),
+    "dropout drawn by another number": (DP_TP, on(ours.dropout.default, number(int, lambda call: call + 1))),
+    "dropout with another rate": (DP_TP, on(ours.dropout.default, number(float, lambda rate: rate / 2))),
     "a residual branch left out": (DP_TP, on(aten.add.Tensor, first_read, lambda n: len(record(n).shape) == 3)),
     "a residual branch twice": (DP_TP, on(aten.add.Tensor, lambda n: put(n, 1, n.args[0]), lambda n: len(record(n).shape) == 3)),
     "a matrix not transposed": (DP_TP, on(aten.t.default, first_read, lambda n: record(n).shape[0] == record(n).shape[1])),
@@ -217,7 +240,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
     "a parameter not updated": (DP_TP, on(UPDATE, lambda n: [row_of(n, column, lambda rows: rows.pop()) for column in range(5)])),
     "a parameter updated twice": (DP_TP, on(UPDATE, lambda n: n.append(n.graph.node_copy(n)))),
     "parameters given under each other's names": (DP_TP, outputs_swapped),
-    "an index checked against another range": (DP_TP, on(meshc.check_index.default, lambda n: put(n, 2, 12))),
+    "an index checked against another range": (DP_TP, on(ours.check_index.default, lambda n: put(n, 2, 12))),
     "a bundle taken apart one element off": (MICRO, on(aten.slice.Tensor, lambda n: [put(n, 2, n.args[2] + 1), put(n, 3, n.args[3] + 1)],  # type: ignore[operator]
                                               lambda n: record(n).sharding is None and n.args[1] == 1, 1)),  # fmt: skip
     "a gather of another parameter": (MICRO, on(aten.cat.default, lambda n: row_of(n, 0, pair_swapped))),
@@ -234,6 +257,18 @@ FAULTS: Mapping[str, tuple[str, Callable[[Edit], None]]] = {
     "padding masked by another number": (UNEVEN, on(spmd.mask, lambda n: put(n, 3, 1.0))),
     "a mask one position too long": (UNEVEN, mask_longer),
     "a rank's own mean in a norm": (CONV, on(spmd.all_reduce, is_copy)),
+    "a scale of a tile": (FEW, on(spmd.all_reduce, first_read, reduced("min"))),
+    "a scale reduced over another axis": (FEW, on(spmd.all_reduce, lambda n: put(n, 1, ["tp"]), reduced("min"))),
+    "the largest scale for the smallest": (FEW, on(spmd.all_reduce, lambda n: put(n, 2, "max"), reduced("min"))),
+    "a scale that is not rounded": (FEW, on(ours.scale_of.default, lambda n: put(n, 3, ""))),
+    "a decoded value grown by a sixteenth": (FEW, on(ours.dequantize_blocks.default, lambda n: behind(n, aten.mul.Tensor, 1.0625))),
+    "a peak of a tile": (FEW, on(spmd.all_reduce, first_read, reduced("max"))),
+    "an error that is not added": (FEW, on(aten.add.Tensor, first_read, lambda n: str(n.args[1]).endswith("errors"))),
+    "an error that is not kept": (FEW, not_kept),
+    "a mask along the other dim": (FEW, on(ours.keep_largest.default, lambda n: put(n, 1, 0))),
+    "a mask of one": (FEW, on(ours.keep_largest.default, lambda n: put(n, 2, 1))),
+    "a gradient of dense weights": (FEW, on(ours.keep_largest.default, first_read, nth=-1)),
+    "parts sent to one rank for another": (FEW, on(spmd.all_to_all, lambda n: swapped(n, 2, 3), lambda n: list(n.args[2:]) == [1, 0])),
     "another momentum of running means": (CONV, on(aten.mul.Tensor, lambda n: put(n, 1, 0.8), lambda n: n.args[1] in (0.1, 0.9))),
 }
 
