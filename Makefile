@@ -76,6 +76,7 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(RUN) bench/gpu.py --write
 	$(RUN) bench/gpu_decode.py --write
+	$(RUN) bench/gpu_few_bits.py --write
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED)

@@ -76,6 +76,7 @@ NAMES: Final = places_of_names(__file__)
 
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
+    "torch:_C._current_autograd_node", "torch.autograd:_get_sequence_nr",
     "torch:_C._autograd._get_data_attr", "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass",
     "torch:_C.DispatchKey", "torch:_C.TensorBase",
     "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",

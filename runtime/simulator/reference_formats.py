@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshc.errors import VerifyError
 from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role
 from meshc.ir.functions import Keywords
+from meshc.ir.schemas import written_operands
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers its operators
 from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
 from meshc.ops import quantize as _quantize  # noqa: F401 - likewise
@@ -36,7 +37,7 @@ Formats = Mapping[str, Sequence[Format | None]]
 
 
 @dataclass(frozen=True)
-class _Multiplied:
+class _ForwardProduct:
     """A product of forward: its format, the position of the weight among its factors, and the memory of these."""
 
     form: Format | None
@@ -53,10 +54,10 @@ class FewBits(TorchDispatchMode):
         if masks is not None:
             masks.begin()
         self.weights: dict[int, tuple[str, ...]] = {}
-        """By memory, the parameters that lie there, or that were stacked there."""
+        """By memory, the parameters that it holds, or that were stacked in it."""
         for name, parameter in module.named_parameters():
             self.weights[memory_of(parameter)] = (name,)
-        self.products: dict[int, _Multiplied] = {}
+        self.products: dict[int, _ForwardProduct] = {}
         """Products of forward by autograd's number."""
         self.read: dict[str, list[Tensor]] = {}
         """By parameter, what its products of forward have read beside it."""
@@ -76,6 +77,8 @@ class FewBits(TorchDispatchMode):
         if func in RUNS:
             return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
+        for written in written_operands(func, args, kwargs or {}):
+            self.weights.pop(memory_of(written), None)
         if func in COPIES:
             self._follow(args[:1], made)
             if self.masks is not None:
@@ -112,7 +115,7 @@ class FewBits(TorchDispatchMode):
         self.held += [a, b]
         form = self._next_format(names[place], (b, a)[place])
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            self.products[torch.autograd._get_sequence_nr() - 1] = _Multiplied(form, place, memory)
+            self.products[torch.autograd._get_sequence_nr() - 1] = _ForwardProduct(form, place, memory)
         return None if form is None else multiply(*self._mask_weights((a, b)), form, _roles("weight", place, "activation"))
 
     def _next_format(self, names: Sequence[str], other: Tensor) -> Format | None:
@@ -158,7 +161,7 @@ def _number_of_backward() -> int:
     return -1 if node is None else node._sequence_nr()
 
 
-def _roles_in_backward(product: _Multiplied, memory: Sequence[int]) -> tuple[Role, Role] | None:
+def _roles_in_backward(product: _ForwardProduct, memory: Sequence[int]) -> tuple[Role, Role] | None:
     """The roles of the factors of a product of backward; None if it stays as it is."""
     weight, other = product.memory[product.weight], product.memory[1 - product.weight]
     if weight in memory:
