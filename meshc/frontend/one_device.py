@@ -17,7 +17,7 @@ def one_device(function: Function, capacity: Capacity | None) -> Function:
         return function
 
     def call_with_capacity(module: nn.Module, *args: object, **kwargs: object) -> object:
-        formed = formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs)))
+        formed = formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs)), behind=True)
         with unsorted_experts(), grouped_calls(), listed_experts(module), formed:
             return function(module, *args, **kwargs)
 

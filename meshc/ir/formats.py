@@ -59,6 +59,8 @@ class Format:
     rounded   how scales are rounded
     two       scales of blocks are e4m3 in units of one scale of the whole tensor
     high      products that are computed as the model has them: "weight gradient"
+    by_row    the gradient of a weight is made of the rows that forward has rounded, and of gradients as they are: of experts, whose rows
+              have scales of their own
     """
 
     name: str
@@ -69,6 +71,7 @@ class Format:
     rounded: Rounded = ""
     two: bool = False
     high: frozenset[str] = frozenset()
+    by_row: bool = False
 
     @property
     def is_scaled(self) -> bool:

@@ -22,9 +22,10 @@ from meshc.ir import spmd
 from meshc.ir.functions import Target
 from meshc.ir.nodes import KEY, is_getitem, is_integer, op_name, operands, records
 from meshc.ir.schemas import RESHAPES
+from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 from meshc.private import OpOverload
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
 
 MAKING: Final[Mapping[str, tuple[tuple[int, ...], tuple[int | None, ...]]]] = {
     "meshc.used_rows": ((), (1, None)),
@@ -45,7 +46,7 @@ ELEMENTS: Final = frozenset(
         aten.softplus_backward.default, aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
         aten.mish_backward.default, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar,
         aten.masked_fill.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.clone.default,
-        aten._to_copy.default, aten.alias.default, aten.detach.default,
+        aten._to_copy.default, aten.alias.default, aten.detach.default, meshc.quantize.default, meshc.dequantize.default,
     }
 )  # fmt: skip
 """Pointwise operators that torch does not tag so."""
@@ -55,7 +56,7 @@ ALONG: Final[Mapping[object, tuple[int, ...]]] = {
     aten.split.Tensor: (2,), aten.split_with_sizes.default: (2,), aten.cat.default: (1,), aten.slice_scatter.default: (2,),
     aten._softmax.default: (1,),
     aten._softmax_backward_data.default: (2,), aten.sum.dim_IntList: (1,), aten.mean.dim: (1,), aten.amax.default: (1,),
-    aten.amin.default: (1,), spmd.mask: (1,),
+    aten.amin.default: (1,), spmd.mask: (1,), meshc.scale_of.default: (1,),
 }  # fmt: skip
 """Operators that work along dims, and the positions of the arguments that name these dims."""
 

@@ -86,9 +86,7 @@ _ROWS = "rows [q, b, p, h], place:int64 [q, b, p], tokens >= 0, chosen >= 1"
 _RULE = "rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
 
 
-@operator(
-    "from_places", "rows [b, tokens, h]", _ROWS, rule=_RULE, gradient=lambda grad, place, chosen: ops.to_places(grad, place, chosen)
-)
+@operator("from_places", "rows [b, tokens, h]", _ROWS, rule=_RULE, gradient=lambda grad, place, chosen: ops.to_places(grad, place, chosen))
 def from_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     return _scatter_add_rows(rows, place, tokens, chosen).sum(0)
 
@@ -104,7 +102,13 @@ def _gather_tokens(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
     if x.shape[2] == 0:
         return x.new_zeros(*place.shape, x.shape[3])
-    return torch.where(there.unsqueeze(3), x.gather(2, token.expand(-1, -1, -1, x.shape[3])), 0.0)
+    found = movable(x).gather(2, token.expand(-1, -1, -1, x.shape[3])).view(x.dtype)
+    return torch.where(there.unsqueeze(3), found, 0.0)
+
+
+def movable(x: Tensor) -> Tensor:
+    """x, in a dtype of the same size of which a CPU gathers and copies rows by index: it has no such kernels for 8-bit floats."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def _scatter_add_rows(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:

@@ -29,6 +29,7 @@ from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operat
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace.round_before_dispatch import round_before_dispatch
 from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of, faults_of_unused
 from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.precision_lines import PrecisionLine
@@ -50,15 +51,21 @@ def set_precision(traced: TracedModel) -> TracedModel:
     chosen, misfits = _fitting(covered)
     notes += misfits + _batch_notes(traced, lines, [form for _, form in chosen])
     operands: dict[Node, tuple[Format, list[Role]]] = {}
+    rows: dict[Node, tuple[Format, int]] = {}
     for product, form in chosen:
         operands[product.node] = form, _roles("activation", product.weight, "weight")
         for node, gradient, what in products.backward_of(product):
-            if what not in form.high:
+            if what == WEIGHT_GRADIENT and form.by_row:
+                rows[node] = form, 1 - gradient
+            elif what not in form.high:
                 operands[node] = form, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient")
     write = ProductWriter(joint.graph)
     for node in [node for node in joint.graph.nodes if node in operands]:
         write.replace(node, *operands[node])
+    for node, (form, place) in rows.items():
+        write.round_rows(node, form, place)
     joint.graph.eliminate_dead_code()
+    round_before_dispatch(joint.graph)
     return replace(traced.with_notes(*notes), precision=_formats(traced, products, {product.node: form for product, form in chosen}))
 
 
@@ -80,9 +87,12 @@ def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[l
         if why:
             notes[f"precision: {where} stays as it is: {why}"] = None
             continue
-        if product.is_of_runs:
+        if product.is_of_runs and form.is_scaled and WEIGHT_GRADIENT not in form.high:
+            form = replace(form, by_row=True)
+            said = "the gradient of experts' weights is made of the rows that forward has rounded, and of gradients as they are"
+            notes[f"precision: {where}: {said}"] = None
+        elif product.is_of_runs:
             form = replace(form, high=frozenset({WEIGHT_GRADIENT}))
-            notes[f"precision: {where}: the gradient of experts' weights is computed as it is: each expert's rows would need scales"] = None
         chosen.append((product, form))
     return chosen, list(notes)
 
@@ -90,7 +100,8 @@ def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[l
 def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Sequence[Format]) -> list[str]:
     """A note on scales that go along the batch that comes in microbatches. Raises PlanError in a pipeline, of which no stage has it."""
     request = traced.request
-    along = {form.name for form in forms if form.is_scaled and form.along == WHOLE and WEIGHT_GRADIENT not in form.high}
+    whole = [form for form in forms if form.is_scaled and form.along == WHOLE and not form.by_row]
+    along = {form.name for form in whole if WEIGHT_GRADIENT not in form.high}
     along |= {form.name for form in forms if form.two}
     if traced.parts is not None or request.count == 1 or not along or not request.grad:
         return []
@@ -162,13 +173,22 @@ class ProductWriter:
         """The same product of operands that are rounded, and brought back to their dtype."""
         if not form.is_scaled:
             return self._write_unscaled(node, form, factors)
-        given = []
-        for x, role, summed in zip(factors, roles, (-1, -2), strict=True):
-            shape = record(x).shape
-            operand = self._operand(node, x, form, role, len(shape) - 2, len(shape) + summed)
-            plain = self._emit(node, meshc.dequantize.default, operand.values, operand.scale, record(x).dtype)
-            given.append(plain if record(plain).shape == shape else self._emit(node, aten.reshape.default, plain, list(shape)))
+        given = [self._round(node, x, form, role, summed) for x, role, summed in zip(factors, roles, (-1, -2), strict=True)]
         return self._emit(node, cast(Function, node.target), *given, *node.args[2:], **node.kwargs)
+
+    def round_rows(self, node: Node, form: Format, place: int) -> None:
+        """Has the gradient of the matrices of runs read rows as the product of forward does; `place`: of the rows among its factors."""
+        x = factors_of(node)[place]
+        with self.graph.inserting_before(node):
+            turned = node.target in RUNS and place == 0  # [k, r]
+            node.update_arg(place, self._round(node, x, form, "activation", -2 if turned else -1))
+
+    def _round(self, node: Node, x: Node, form: Format, role: Role, summed: int) -> Node:
+        """x, rounded along dim `summed` (-1 or -2) and brought back to its dtype."""
+        shape = record(x).shape
+        operand = self._operand(node, x, form, role, len(shape) - 2, len(shape) + summed)
+        plain = self._emit(node, meshc.dequantize.default, operand.values, operand.scale, record(x).dtype)
+        return plain if record(plain).shape == shape else self._emit(node, aten.reshape.default, plain, list(shape))
 
     def _write_unscaled(self, node: Node, form: Format, factors: Sequence[Node]) -> Node:
         rounded = [self._emit(node, aten._to_copy.default, one, dtype=ELEMENTS[form.element].dtype) for one in factors]
@@ -228,6 +248,7 @@ class ProductWriter:
 
     def _emit(self, at: Node, target: Function, *args: Argument, **kwargs: Argument) -> Node:
         """A call in the phase and place of a product; its shape and dtype by a run on meta tensors."""
+
         def meta(argument: Argument) -> object:
             if isinstance(argument, Node):
                 found = record(argument)

@@ -44,6 +44,8 @@ RUNS: Final = (aten._grouped_mm.default, meshc.grouped_mm.default, meshc.routed_
 """Products of runs of rows [.., r, k] with a matrix each, of matrices [g, k, n]."""
 NUMBER: Final = "seq_nr"
 """Key of autograd's number of an operator, which those of its backward share."""
+OUTERS: Final = (meshc.grouped_outer.default, meshc.routed_outer.default, meshc.group_outer.default)
+"""Gradients of these matrices: for each run the sum over its rows of left (x) right."""
 KINDS: Final = frozenset((*PRODUCTS, *RUNS))
 
 
@@ -130,6 +132,8 @@ class WeightProducts:
         for node in self.graph.nodes:
             if node.target not in KINDS or record(node).phase != "forward":
                 continue
+            if node.target in RUNS and record(factors_of(node)[0]).shape[-1] == 1:
+                continue  # the bias of each row's expert
             left, right = map(self._base, factors_of(node))
             names = self._names(left), self._names(right)
             if bool(names[0]) != bool(names[1]):
@@ -171,7 +175,7 @@ class WeightProducts:
         """Products of backward by their module and the base of a factor that is a value of forward."""
         found: dict[tuple[str, Node], list[Node]] = {}
         for node in self.graph.nodes:
-            if node.target in KINDS and record(node).phase == "backward":
+            if (node.target in KINDS or node.target in OUTERS) and record(node).phase == "backward":
                 for base in {self._base(one) for one in factors_of(node)}:
                     if base.op == "placeholder" or records(value_of(base)[0])[0].phase == "forward":
                         found.setdefault((record(node).source.module, base), []).append(node)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshc.ops.bounded_groups import movable
 from meshc.runtime.comm.collectives import CollectiveWork, all_to_all_rows
 
 
@@ -55,7 +56,7 @@ def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) 
     rank, count = _place(group)
     tile, width = x.shape[-2:]
     whole = x.new_zeros(1, *x.shape[:-2], count * tile, width)
-    rows, flat = x.reshape(-1, width), whole.view(-1, width)
+    rows, flat = movable(x.reshape(-1, width)), movable(whole.view(-1, width))
     chosen = _row_choice(choice, each, rank, count)
     own = rows.index_select(0, chosen.mine(chosen.rows, chosen.by))
     flat.index_copy_(0, chosen.mine(chosen.places, chosen.of), own)

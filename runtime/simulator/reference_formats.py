@@ -30,6 +30,7 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 PLAIN: Final = (aten.mm.default, aten.bmm.default)
 ADDED: Final = (aten.addmm.default, aten.baddbmm.default)
 RUNS: Final = (aten._grouped_mm.default, meshc.group_mm.default, meshc.grouped_mm.default, meshc.routed_mm.default)
+OUTERS: Final = (meshc.grouped_outer.default, meshc.group_outer.default, meshc.routed_outer.default)
 COPIES: Final = (aten._to_copy.default, aten.clone.default)
 STACKS: Final = (aten.stack.default, aten.cat.default)
 Formats = Mapping[str, Sequence[Format | None]]
@@ -61,6 +62,8 @@ class FewBits(TorchDispatchMode):
         """Products of forward by autograd's number."""
         self.read: dict[str, list[Tensor]] = {}
         """By parameter, what its products of forward have read beside it."""
+        self.rows: dict[int, Format] = {}
+        """By memory, the rows of products of runs, with the format."""
         self.held: list[Tensor] = []
         """Tensors whose memory must not be used again."""
 
@@ -74,6 +77,8 @@ class FewBits(TorchDispatchMode):
                 return func(args[0], *self._mask_weights(args[1:]), **(kwargs or {}))
             factors: dict[str, Any] = {"beta": 1, "alpha": 1} | dict(kwargs or {})
             return factors["beta"] * args[0] + factors["alpha"] * made
+        if func in OUTERS or func is aten._grouped_mm.default and args[1].dim() == 2:
+            return func(*self._outer_factors(args[0], args[1], func is aten._grouped_mm.default), *args[2:], **(kwargs or {}))
         if func in RUNS:
             return func(*self._runs(args[0], args[1]), *args[2:], **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
@@ -106,6 +111,8 @@ class FewBits(TorchDispatchMode):
         memory = memory_of(a), memory_of(b)
         if _in_backward():
             known = self.products.get(_number_of_backward())
+            if known is not None and known.form is not None and known.form.by_row and (rounded := _round_rows(known, a, b)) is not None:
+                return torch.matmul(*rounded)
             roles = None if known is None or known.form is None else _roles_in_backward(known, memory)
             return None if roles is None else multiply(*self._mask_weights((a, b)), known.form, roles)  # type: ignore[union-attr, arg-type]
         names = [self.weights.get(one, ()) for one in memory]
@@ -149,7 +156,20 @@ class FewBits(TorchDispatchMode):
         if form is None:
             return rows, matrices
         role: Role = "gradient" if backward else "activation"
+        if not backward:
+            self.rows[memory_of(rows)] = form
+            self.held.append(rows)
         return round_operand(rows, form, role, -1, rows.dtype), round_operand(matrices, form, "weight", -2, matrices.dtype)
+
+    def _outer_factors(self, left: Tensor, right: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+        """The factors of the gradient of the matrices of runs: rows that forward has rounded are so. `turned`: left is [k, rows]."""
+        forms = [self.rows.get(memory_of(one)) for one in (left, right)]
+        summed = (-2 if turned else -1, -1)
+        found = [
+            one if form is None or not form.by_row else round_operand(one, form, "activation", dim, one.dtype)
+            for one, form, dim in zip((left, right), forms, summed, strict=True)
+        ]
+        return found[0], found[1]
 
 
 def _in_backward() -> bool:
@@ -169,6 +189,17 @@ def _roles_in_backward(product: _ForwardProduct, memory: Sequence[int]) -> tuple
     if other not in memory or product.form is None or WEIGHT_GRADIENT in product.form.high:
         return None
     return _roles("activation", memory.index(other), "gradient")
+
+
+def _round_rows(product: _ForwardProduct, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The factors of the gradient of a weight that is made of rows as forward has rounded them; None for another product."""
+    memory = memory_of(a), memory_of(b)
+    weight, other = product.memory[product.weight], product.memory[1 - product.weight]
+    if weight in memory or other not in memory or product.form is None:
+        return None
+    if memory.index(other) == 0:
+        return round_operand(a, product.form, "activation", -2, a.dtype), b
+    return a, round_operand(b, product.form, "activation", -1, b.dtype)
 
 
 def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:

@@ -23,6 +23,8 @@ BOTH = "dp: experts@*.experts > batch\ntp: experts@*.experts > heads, ffn"
 EACH = {"capacity": 0.75}
 PASSED = {**EACH, "overflow": "pass", "priority": "weight"}
 BOUND, BIAS, IN_TWO = {"bound": 1.9}, {"bias_update": 0.05}, {"microbatches": 2}
+ROUNDED, INT8 = ({"plan": f"precision *.experts*: {name}"} for name in ("float8 row", "int8 row"))
+ALL_ROUNDED = {"plan": "precision *: float8 row"}
 
 
 def rows() -> Iterator[Any]:
@@ -34,6 +36,8 @@ def rows() -> Iterator[Any]:
         ("loop Gated", "ep=2", {}, {}),
         ("loop One, one chosen by all", "ep=2", {}, {}),
         ("stack Eager", "dp=2", {}, {}),
+        ("shallow mixtral", "ep=4", {}, ROUNDED),
+        ("shallow mixtral", "dp=2,ep=2", EACH, INT8),
     )
     yield from _by_hand(
         *((family, mesh, {}, {}) for family in experts.FAMILIES for mesh in MESHES),
@@ -56,6 +60,12 @@ def rows() -> Iterator[Any]:
         ("deepseek_v3", "ep=2", BIAS, {**IN_TWO, "batch_mix": "mean_of_parts"}),
         # experts that may be moved, and copied
         ("mixtral", "ep=2", {"placement": "movable"}, {}), ("mixtral", "dp=2,ep=2", {"placement": "movable", "copies": 1}, {}),
+        # in few bits: rows are rounded before they are handed out
+        *((family, "ep=2", {}, ROUNDED) for family in experts.FAMILIES if family not in ("switch_transformers", "nllb_moe")),
+        *(("mixtral", mesh, {}, ROUNDED) for mesh in ("dp=2,ep=2", "ep=2,tp=2", "dp_shard=2,ep=2", "pp=2,ep=2", "cp=2", "tp=2")),
+        ("olmoe", "ep=3", BOUND, INT8), ("gpt_oss", "ep=2,tp=2", PASSED, ROUNDED), ("deepseek_v3", "pp=2,ep=2", {}, {**ROUNDED, **IN_TWO}),
+        ("mixtral", "ep=2", {"placement": "movable"}, ROUNDED), ("loop Hit", "ep=2", {}, ALL_ROUNDED),
+        ("loop One", "dp=2,ep=2", {}, ALL_ROUNDED), ("stack Matmul", "ep=2", {}, ALL_ROUNDED), ("stack Eager", "ep=2,tp=2", {}, ALL_ROUNDED),
         # loops
         *((f"loop {kind}, some chosen by none", mesh, {}, {}) for mesh in LOOP_MESHES for kind in loops.LOOPS),
         *(("loop Hit, some chosen by none", mesh, {}, IN_TWO) for mesh in LOOP_MESHES),

@@ -130,6 +130,9 @@ def rows_that_are_chosen(group: dist.ProcessGroup) -> None:
             wanted = total[rank * tokens : (rank + 1) * tokens].contiguous()
             same(rows.scatter(told[rank], choice, each=3, group=group).wait(), wanted, f"scatter_rows {dtype}")
             blocks_of_rows(group, choice, here, given, told)
+        rounded = [sample(place, (tokens, 4), torch.float32).to(torch.float8_e4m3fn) for place in range(size)]
+        wanted = torch.where(here[rank].unsqueeze(1), torch.cat(rounded), 0.0).unsqueeze(0)
+        same(rows.gather(rounded[rank], choice, each=3, group=group).wait(), wanted, "gather_rows of 8-bit floats")
         choice.fill_(-1)  # what was found of it counts no more
         nothing = rows.gather(given[rank], choice, each=3, group=group).wait()
         same(nothing, torch.zeros_like(nothing), "gather_rows of choices that were written")
