@@ -55,6 +55,11 @@ OPERATORS: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
     _pass("autocast", "trace.lower_autocast:lower_autocast", "before raise: custom operators ignore autocast"),
     _pass("inline", "trace.inline_checkpoints:inline_checkpoints", "before raise, which looks at every call"),
     _pass("raise", "trace.raise_ops:raise_ops", "before AOTAutograd: one node forward and one backward for each composite"),
+    _pass(
+        "round_between_stages", "trace.round_between_stages:round_between_stages",
+        "while calls are the model's, so that backward follows; behind raise, whose calls it stands between",
+        when=lambda outset: bool(outset.plan.stage_compressions),
+    ),
     _pass("differentiate", "trace.differentiate:differentiate"),
 )
 FOLD: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
@@ -64,6 +69,11 @@ FOLD: Final[tuple[Pass[TracedModel, TracedModel], ...]] = (
 TRACE: Final = (*OPERATORS, *FOLD)
 """The result does not depend on the optimizer: several programs may be compiled from it."""
 
+BETWEEN_STAGES: Final[Pass[TracedModel, TracedModel]] = _pass(
+    "between_stages", "trace.round_between_stages:write_roundings",
+    "behind the trace, once sizes are known; before factorize, so that what travels is a value like any other",
+    when=lambda traced: bool(traced.plan.stage_compressions),
+)
 SPARSITY: Final[Pass[TracedModel, TracedModel]] = _pass(
     "sparsity", "trace.set_sparsity:set_sparsity",
     "behind the trace, as precision is; before it, so that what is rounded is what a mask has left",
@@ -77,13 +87,13 @@ PRECISION: Final[Pass[TracedModel, TracedModel]] = _pass(
 COMPRESS: Final[Pass[TracedModel, TracedModel]] = _pass(
     "compress", "place.compress_gradients:compress_gradients",
     "behind precision, which looks for products as the model has them; before update, which takes what is made of gradients here",
-    when=lambda traced: bool(traced.plan.compressions),
+    when=lambda traced: bool(traced.plan.gradient_compressions),
 )
 UPDATE: Final[Pass[TracedModel, TracedModel]] = _pass(
     "update", "trace.append_update:append_update",
     "on the global view, so that norms and updates shard by the same rules as the model",
 )
-COMPLETED: Final = (SPARSITY, PRECISION, COMPRESS, UPDATE)
+COMPLETED: Final = (BETWEEN_STAGES, SPARSITY, PRECISION, COMPRESS, UPDATE)
 """Passes from the trace of a model to all that one device would compute."""
 
 FACTORIZE: Final[Pass[TracedModel, PlacedModel]] = _pass("factorize", "place.find_factors:find_factors")

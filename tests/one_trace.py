@@ -81,6 +81,7 @@ def _key(outset: CompilationPhase, double: bool) -> bytes | None:
     asked = (
         ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs), ask.dynamic,
         ask.grad, ask.train, ask.autocast, double,
+        [*map(str, outset.plan.stage_compressions), *(ask.options.pipeline.splits or ())] if outset.plan.stage_compressions else (),
         splits(outset.plan, outset.sizes), bool(outset.plan.precisions), ask.options.experts.bound, ask.options.experts.limit,
         outset.notes, outset.depth and (outset.depth.stretches, dict(outset.depth.captured)),
         (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if mean_of_parts.means(ask) else (), ask.mesh.device_type,

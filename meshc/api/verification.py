@@ -45,6 +45,7 @@ from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
+from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -183,9 +184,7 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 """Of programs of open sizes, which are verified at several, what they were compared by last."""
 
 
-def reference_of(
-    program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool
-) -> verification.Reference:
+def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool) -> verification.Reference:
     """A copy of the model on one device, with these values and inputs, for a program of it to be compared with."""
     store, module, lowered = program.compilations.store, program.asked.module, program.lowered
     with calls_allowed(module):
@@ -197,7 +196,7 @@ def reference_of(
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, lowered.placed.traced.precision,
-        ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits,
+        ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits, _rounded_stages(program, twin),
     )  # fmt: skip
 
 
@@ -210,10 +209,16 @@ def _compressions(program: Program) -> CompressedGradients | None:
     return CompressedGradients({name: one.format for name, one in found.items()}, rows)
 
 
+def _rounded_stages(program: Program, twin: nn.Module) -> RoundedStages | None:
+    """What the plan's compress line makes of values that cross stages, on one device."""
+    lines, splits = program.lowered.plan.stage_compressions, program.lowered.request.options.pipeline.splits
+    return RoundedStages(twin, splits or (), lines[0].format) if lines else None
+
+
 def _changes_numbers(program: Program) -> bool:
     """Whether the plan has lines that change what is computed."""
     traced = program.lowered.placed.traced
-    return bool(traced.precision or traced.sparsity or traced.compressed)
+    return bool(traced.precision or traced.sparsity or traced.compressed or traced.plan.stage_compressions)
 
 
 def _verify_there(
@@ -285,9 +290,13 @@ def _arithmetic_dtypes(factors: Factors) -> set[torch.dtype]:
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
 
+PEAKS: Final = "meshc.block_scale"
+"""Its results are float32 whatever it reads, as other scales are."""
+
+
 def _in_single(factors: Factors) -> Iterator[str]:
     for node, found in factors.instances.items():
-        if found.rule.kind != "layout" and any(one.dtype == torch.float32 for one in records(node)):
+        if found.rule.kind != "layout" and op_name(node) != PEAKS and any(one.dtype == torch.float32 for one in records(node)):
             yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
 
 

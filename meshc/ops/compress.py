@@ -6,6 +6,7 @@
 
     q = meshc.pack_signs(value)                  [.., 8] -> [..] uint8: bit i is set where value[.., i] is not negative
     value = meshc.unpack_signs(q, scale)         [..] -> [.., 8]: the scale, or its negative
+    value = meshc.between_stages(value, "int8", 1)      rounded, and its gradient likewise, until a pass writes the three above in its place
 
 Blocks are counted on global indices, so that a scale and what it scales are the same on every mesh. A block with an element that is not
 finite comes back as NaN.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from meshc.ir.formats import ELEMENTS
 from meshc.ops.block_codes import _TILE, BLOCK, _blocks, _fit_tile
-from meshc.ops.definition import misfit, operator, register_kernel
+from meshc.ops.definition import misfit, operator, ops, register_kernel
 
 Shape = Sequence[int]
 BITS = 8
@@ -42,9 +43,7 @@ def _fit_blocks(
         raise misfit(name, f"a float32 peak for each row and block of {BLOCK}, and one of {', '.join(ELEMENTS)}", value=value, peak=peak)
 
 
-def _quantize_fake(
-    value: Tensor, peak: Tensor, element: str, global_shape: Shape, local_shape: Shape, offsets: Shape, last: int
-) -> Tensor:
+def _quantize_fake(value: Tensor, peak: Tensor, element: str, global_shape: Shape, local_shape: Shape, offsets: Shape, last: int) -> Tensor:
     _fit_blocks("quantize_blocks", value, peak, element, global_shape, local_shape, offsets, last)
     if not value.is_floating_point():
         raise misfit("quantize_blocks", "a floating value", value=value)
@@ -83,6 +82,21 @@ def _dequantize_blocks(
 register_kernel(f"quantize_blocks(Tensor value, Tensor peak, str element, {_TILE}) -> Tensor", _quantize_blocks, _quantize_fake)
 _DEQUANTIZED = f"dequantize_blocks(Tensor q, Tensor peak, str element, ScalarType dtype, {_TILE}) -> Tensor"
 register_kernel(_DEQUANTIZED, _dequantize_blocks, _dequantize_fake)
+
+
+def _check_crossing(x: Tensor, element: str) -> None:
+    if not x.is_floating_point() or x.dim() < 1 or element not in ELEMENTS:
+        raise misfit("between_stages", f"floating values of a dim or more, and one of {', '.join(ELEMENTS)}", x=x)
+
+
+@operator("between_stages", "x", _check_crossing, gradient=lambda grad, element, stage: ops.between_stages(grad, element, stage))
+def between_stages(x: Tensor, element: str, stage: int) -> Tensor:
+    """x as `stage` of a pipeline has it: rounded in blocks of a row. Its gradient is rounded alike on its way back from there."""
+    shape = [*x.shape]
+    tile = (shape, shape, [0] * len(shape), 1)
+    peak = ops.block_scale(x, *tile)
+    made: Tensor = ops.dequantize_blocks(ops.quantize_blocks(x, peak, element, *tile), peak, element, x.dtype, *tile)
+    return made
 
 
 def _check_packed(value: Tensor) -> None:

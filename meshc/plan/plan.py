@@ -30,7 +30,7 @@ from pathlib import Path
 
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
-from meshc.ir.mesh import Mesh
+from meshc.ir.mesh import Mesh, role
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, PlanLine, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
@@ -118,6 +118,16 @@ class Plan:
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
         return next((entry for entry in self.axes if entry.axis == axis), None)
+
+    @property
+    def gradient_compressions(self) -> tuple[CompressLine, ...]:
+        """The compress lines about sums of gradients over an axis of data."""
+        return tuple(line for line in self.compressions if role(line.axis) != "pp")
+
+    @property
+    def stage_compressions(self) -> tuple[CompressLine, ...]:
+        """The compress lines about what the stages of a pipeline send each other."""
+        return tuple(line for line in self.compressions if role(line.axis) == "pp")
 
     def check(self, mesh: Mesh) -> None:
         """Raises PlanError if the plan uses an axis that the mesh does not have, or if its lines contradict each other."""

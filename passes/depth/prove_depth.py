@@ -31,6 +31,8 @@ def with_depth(outset: CompilationPhase, whole_ends: bool = False) -> Compilatio
         return outset
     if any(str(name).isdecimal() for place in outset.request.numbers for _, name in place.steps):
         return outset.with_notes(whole_note("a number that is an input is one layer's"))
+    if outset.plan.stage_compressions:
+        return outset.with_notes(whole_note("what is rounded between stages differs from layer to layer"))
     try:
         return replace(outset, depth=prove(outset.request, whole_ends))
     except Unequal as difference:

@@ -51,7 +51,7 @@ BATCH: Final = "batch"
 
 def compress_gradients(traced: TracedModel) -> TracedModel:
     """Rewrites the gradients of a step, in place; `compressed` says which. Raises PlanError for lines that do not fit."""
-    lines, request = traced.plan.compressions, traced.request
+    lines, request = traced.plan.gradient_compressions, traced.request
     if not lines:
         return traced
     if not request.grad:
@@ -89,7 +89,7 @@ def compress_gradients(traced: TracedModel) -> TracedModel:
 
 def _line_of(traced: TracedModel) -> CompressLine:
     """The one compress line, if it fits the request."""
-    lines, request = traced.plan.compressions, traced.request
+    lines, request = traced.plan.gradient_compressions, traced.request
     line = lines[0]
     if len(lines) > 1:
         raise PlanError(

@@ -54,7 +54,7 @@ def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
     if port.kind == "parameter":
         return decided.storage[port.name, "parameter"]
     if port.kind == "state" and (slot := port.name.removeprefix(f"{port.of}/")) in (PART_ERRORS, SUM_ERROR):
-        side = CompressionSide(placed.plan.compressions[0].axis, home=slot == SUM_ERROR)
+        side = CompressionSide(placed.plan.gradient_compressions[0].axis, home=slot == SUM_ERROR)
         return error_storage(whole, decided.storage[port.of, "state"], side, placed.sizes)
     if port.kind == "state":
         dims, parameter = placed.factors.dims, placed.joint.placeholders()[key_of("parameter", port.of)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.pipeline_costs import costs_of
@@ -89,6 +90,8 @@ class UncutProgram:
             lowered = replace(lowered, stages=gather_once(lowered.stages))
         self.lowered = lowered
         whole = lowered.stages["each"]
+        if lowered.plan.stage_compressions:
+            whole = round_early(whole)
         halves = split_convolution_backwards(whole)
         self.sums = reads_sums(whole)
         self.halves = MicrobatchStage.of(halves, lowered)
@@ -244,6 +247,14 @@ def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callabl
     for stage in stages:
         wanted[rank_of(stage)] |= {key: nodes[key] for key in stage.inputs if key in nodes}
     return [split_stage(f"before_{rank}", keys, mine) for rank, mine in enumerate(wanted) if mine]
+
+
+def round_early(stage: Stage) -> Stage:
+    """The stage with values rounded where they are made, so that a cut behind them sends what is rounded."""
+    stage = replace(stage, graph=copy_graph(stage.graph))
+    for node in [node for node in stage.graph.nodes if node.target is torch.ops.meshc.quantize_blocks.default]:
+        max(node.all_input_nodes).append(node)
+    return stage
 
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:

@@ -40,6 +40,7 @@ from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_formats import FewBits, Formats
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.reference_products import DecodedProducts
+from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
 
@@ -236,6 +237,7 @@ class Reference:
     formats    of products, as the plan's precision lines say
     masks      of its weights, as the plan's sparse lines say
     compressed what the plan's compress line makes of gradients, if there is one
+    stages     what its line about a pipeline makes of values that cross stages, likewise
     eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
     """
 
@@ -253,6 +255,7 @@ class Reference:
     masks: ReferenceMasks | None = None
     compressed: CompressedGradients | None = None
     eight_bits: bool = False
+    stages: RoundedStages | None = None
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -328,6 +331,8 @@ class Reference:
                 stack.enter_context(FewBits(self.module, self.formats, self.masks))
             if self.eight_bits:
                 stack.enter_context(DecodedProducts())
+            if self.stages is not None:
+                stack.enter_context(self.stages.watch())
             yield
 
     def refine_gradients(self) -> None:

@@ -65,7 +65,8 @@ def rows() -> Iterator[Any]:
         *(("mixtral", mesh, {}, ROUNDED) for mesh in ("dp=2,ep=2", "ep=2,tp=2", "dp_shard=2,ep=2", "pp=2,ep=2", "cp=2", "tp=2")),
         ("olmoe", "ep=3", BOUND, INT8), ("gpt_oss", "ep=2,tp=2", PASSED, ROUNDED), ("deepseek_v3", "pp=2,ep=2", {}, {**ROUNDED, **IN_TWO}),
         ("mixtral", "ep=2", {"placement": "movable"}, ROUNDED), ("loop Hit", "ep=2", {}, ALL_ROUNDED),
-        ("loop One", "dp=2,ep=2", {}, ALL_ROUNDED), ("stack Matmul", "ep=2", {}, ALL_ROUNDED), ("stack Eager", "ep=2,tp=2", {}, ALL_ROUNDED),
+        ("loop One", "dp=2,ep=2", {}, ALL_ROUNDED), ("stack Matmul", "ep=2", {}, ALL_ROUNDED),
+        ("stack Eager", "ep=2,tp=2", {}, ALL_ROUNDED),
         # loops
         *((f"loop {kind}, some chosen by none", mesh, {}, {}) for mesh in LOOP_MESHES for kind in loops.LOOPS),
         *(("loop Hit, some chosen by none", mesh, {}, IN_TWO) for mesh in LOOP_MESHES),
