@@ -105,7 +105,8 @@ def read_sparse_line(line: Line) -> SparseLine:
 
 @dataclass(frozen=True, slots=True)
 class CompressLine(PlanLine):
-    """Format in which gradients travel over an axis. `parts`: in how many parts the batch is cut; None: as many as the axis has ranks."""
+    """Format in which gradients travel over an axis of data, or what stages of a pipeline send each other over theirs. `parts`: in
+    how many parts the batch is cut; None: as many as the axis has ranks."""
 
     axis: str
     format: str
@@ -121,7 +122,7 @@ class CompressLine(PlanLine):
 
 def read_compress_line(line: Line) -> CompressLine:
     formats = ", ".join(map(repr, COMPRESSED))
-    axis = line.expect(NAME.pattern, "a compress line names an axis of data, and a format: `compress dp: int8`")
+    axis = line.expect(NAME.pattern, "a compress line names an axis of data or of a pipeline, and a format: `compress dp: int8`")
     line.expect(":", f"then comes a colon, and a format: {formats}")
     start = line.at
     format = line.expect(r"[\w.-]+", f"a format belongs here: {formats}")
