@@ -412,6 +412,7 @@ class Compilations:
         self._adopted()
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
+            store.scaler = asked.step.scaling
             self.spec = None if self.spec is None else self.spec.of_live(store.live)
             self._described_over = store
         if first:

@@ -14,6 +14,7 @@ from meshc.api import batch_parts, generating, submodule_calls, trainer
 from meshc.api.compilations import AdmittedCall, Compilations
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.masked_state import mask_state
+from meshc.api.skipped_steps import scale_number, settle_scale
 from meshc.api.world import Context, World
 from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
@@ -23,6 +24,7 @@ from meshc.frontend.expert_load import with_loads
 from meshc.frontend.libraries import stock_models
 from meshc.frontend.libraries.stock_accelerate import schedule_note, tell_accelerate
 from meshc.frontend.libraries.stock_trainer import is_marked, tell_trainer, with_trainer_counts
+from meshc.frontend.loss_scaling import SKIPPED
 from meshc.frontend.train_step import TracedFunction, TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.lazy_module import LazyModule
@@ -232,20 +234,23 @@ class Program:
         counts = self._counts = self._counts or OptimizerCounts(session.store, optimizers)
         counts.read_changes()
         rows = enumerate(numbers(optimizers))
-        values = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
+        assert self.step is not None
+        values = own | scale_number(self.step) | {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
         env = session.run(tensors, {name: values[name] for name in session.number_names})
         session.store.step += 1
+        scaling = {} if self.asked.adds else settle_scale(self.step, session, env)
         if not self.asked.adds:
             counts.write_back()
-            mark_stepped(optimizers)
+            if not scaling.get(SKIPPED):
+                mark_stepped(optimizers)
             if self.options.training.keep_gradients:
                 session.store.show_gradients()
-            if behind := post_hooks(optimizers):
+            if (behind := post_hooks(optimizers)) and not scaling.get(SKIPPED):
                 session.store.sync()
                 for hook in behind:
                     hook()
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
-        self.metrics = {"loss": loss, **with_loads(session.metrics(env, call.dealt)), "lr": rates(optimizers)}
+        self.metrics = {"loss": loss, **with_loads(session.metrics(env, call.dealt)), **scaling, "lr": rates(optimizers)}
         return loss
 
     def accumulate(self, *args: object, **kwargs: object) -> torch.Tensor:

@@ -85,6 +85,7 @@ def _step(train_step: TrainStep, module: nn.Module, key: OptimizerKey) -> dict[s
     held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
     return {
         **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "clip_grad_value", "microbatches", "batch_mix")},
+        "scaler=": stable(train_step.scaling is not None),
         "the gradient hooks": entries_text((name, hooks.names()) for name, hooks in hooks_in(module).items()),
         "the optimizer": entries_text(key),
         "the optimizer's parameters": entries_text(held),

@@ -26,6 +26,11 @@ DEFAULT: Final = {name: getattr(Experts(), field) for name, (group, field) in NA
 def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
     """Write the folder of a program; with a process group every rank calls it, weights are gathered and rank 0 writes, while the others
     wait; what it refuses, all raise."""
+    if program.step is not None and program.step.scaling is not None:
+        raise StateError(
+            "a saved program has no scaler: `meshc run` would scale the loss by one number for good\n"
+            "  what to do: save a step without scaler=, in float32 or under autocast to bfloat16; state is saved by program.state_dict()"
+        )
     store = program.compilations.store if dist.is_initialized() else None
     tensors: dict[str, torch.Tensor] | None = None
     if weights:

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshc.api.compile_arguments import Arguments
+from meshc.api.skipped_steps import scale_number
 from meshc.cost.flops import is_product
 from meshc.errors import CaptureError, CompileError, InputError, VerifyError, join_names
 from meshc.frontend import call_keys
 from meshc.frontend.expert_bias import count_choices
+from meshc.frontend.loss_scaling import copy_scaler
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
 from meshc.ir import op_name, operands, records, trees
@@ -29,7 +31,7 @@ from meshc.ops.random import seed_step
 from meshc.ops.state_rounding import round_state
 from meshc.optimizer.optimizer import Optimizers, describe, numbers, parameters_of
 from meshc.optimizer.slots import fresh_copy
-from meshc.optimizer.spec import CODES, PART_ERRORS, SCALE, SUM_ERROR, OptimizerSpec
+from meshc.optimizer.spec import CODES, NON_FINITE, PART_ERRORS, SCALE, SUM_ERROR, OptimizerSpec
 from meshc.passes.driver.compile_program import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
@@ -192,11 +194,16 @@ def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, ca
     args, kwargs = widen_inputs(call, double)
     function = one_device(program.asked.function(kwargs), program.options.experts.limit)
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
+    scaling = None if program.step is None else program.step.scaling
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if scaling is None else copy_scaler(scaling)
+    if program.step is not None:
+        of_python = {**of_python, **scale_number(program.step)}
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, lowered.placed.traced.precision,
         ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits, _rounded_stages(program, twin),
+        scaler,
     )  # fmt: skip
 
 
@@ -345,7 +352,7 @@ def verify_update(
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
     def state(port: Port) -> torch.Tensor:
-        if port.name.endswith((PART_ERRORS, SUM_ERROR)):
+        if port.name.endswith((PART_ERRORS, SUM_ERROR, NON_FINITE)):
             return torch.zeros(port.shape, dtype=port.dtype)
         return slots[port.name].initial(mine[port.of].detach())
 

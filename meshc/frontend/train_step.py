@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import InputError, PlanError
-from meshc.frontend import admission, clipping
+from meshc.frontend import admission, clipping, loss_scaling
 from meshc.frontend.clipping import Clip
 from meshc.ir.functions import Function
 from meshc.optimizer import find_optimizers
@@ -26,7 +26,7 @@ ROUTED: Final = "routed:"
 DROPPED: Final = "dropped:"
 """Prefixes of a layer's path in the names of a step's metrics of experts."""
 BATCH_MIX: Final = ("refuse", "mean_of_parts")
-RESERVED: Final = ("loss", "grad_norm", "lr")
+RESERVED: Final = ("loss", "grad_norm", "lr", loss_scaling.SCALE, loss_scaling.SKIPPED)
 """Names that `program.metrics` has for every step."""
 LOSS: Final = "loss"
 METRICS: Final = "metrics"
@@ -50,6 +50,9 @@ class TrainStep:
     batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
                     "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
                     alone; running statistics are updated by each in turn. The batch must divide by their number
+    scaler          a torch.amp.GradScaler, for autocast to float16: the loss is multiplied by its scale, gradients are divided by it
+                    behind their hooks and ahead of clipping; where one of them is not finite, on any rank, parameters and optimizer stay
+                    as they are, and the scale falls. Its settings mean what they mean in torch, and a call updates it
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class TrainStep:
         microbatches: int | None = None,
         batch_mix: str = "refuse",
         clip_grad_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if batch_mix not in BATCH_MIX:
             raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
@@ -74,11 +78,18 @@ class TrainStep:
         self.clip_grad_value = clip_grad_value
         self.microbatches = microbatches
         self.batch_mix = batch_mix
+        self.scaler = scaler
         self._found: tuple[tuple[int, ...], Optimizers] | None = None
         admission.refuse_kind(self)
         clipping.check(clip_grad_norm, (name for name, _ in model.named_parameters()))
         clipping.check_value(clip_grad_value, model.named_parameters())
+        loss_scaling.check(scaler, model.named_parameters())
         self.optimizers  # noqa: B018  refuses what is no optimizer, at the user's line
+
+    @property
+    def scaling(self) -> torch.amp.GradScaler | None:
+        """The scaler, if it is enabled."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     @property
     def optimizers(self) -> Optimizers:

@@ -1,4 +1,5 @@
-"""`meshc::square_sum`: the sum of squares of a gradient, the part of a global norm that adds up over tensors, shards and stages."""
+"""Measures of a gradient that add up over tensors, shards and stages: `meshc::square_sum`, of which a global norm is made, and
+`meshc::non_finite`."""
 
 from __future__ import annotations
 
@@ -16,3 +17,10 @@ def square_sum(x: Tensor) -> Tensor:
     return norm * norm
 
 
+@operator("non_finite", results=lambda x: x.new_empty((), dtype=torch.float32))
+def non_finite(x: Tensor) -> Tensor:
+    """x of any shape -> 1 if an element is infinite or NaN, else 0; of a split x the number of parts that have such an element."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    largest = torch.linalg.vector_norm(x, torch.inf)  # of infinities and NaN these, without a copy of x
+    return largest.isfinite().logical_not().to(torch.float32)

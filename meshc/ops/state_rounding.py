@@ -1,8 +1,9 @@
-"""Operators that store update results in fewer bits: stochastic rounding, rounding to nearest, master weights.
+"""Operators that store update results: rounded to fewer bits by a draw or to the nearest, as master weights, or not at all.
 
     new_state = meshc.round_state(state, value, seed_step, "w/exp_avg", global_shape, local_shape, offsets)     bfloat16, by a draw
     new_param = meshc.round_param(param, value)                                                                 to the nearest
     new_master = meshc.join_master(master, param)                                                               float32
+    new_value = meshc.update_if(value, updated, applies)                         updated if the 0-dim `applies` is true, else value
 
 The first operand is the value stored so far; each operator has a twin `NAME_` that writes into this operand. docs/randomness.md defines
 the draws of `round_state`: its call is numbered by a name, so that neither the order nor the number of states matters.
@@ -75,6 +76,14 @@ def _join_master(master: Tensor, param: Tensor) -> None:
         master.copy_(torch.where(changed, param.to(master.dtype), master))
 
 
+def _update_if(old: Tensor, value: Tensor, applies: Tensor) -> None:
+    _fit_update(old, value, applies)
+    if applies.is_cuda:  # reading it would make the host wait for the device
+        old.copy_(torch.where(applies, value, old))
+    elif applies:
+        old.copy_(value)
+
+
 def _fit_rounding(
     state: Tensor, value: Tensor, seed_step: Tensor, name: str, global_shape: Shape, local_shape: Shape, offsets: Shape
 ) -> None:
@@ -92,6 +101,11 @@ def _fit_rounding(
 def _fit_alike(name: str, kept: Tensor, value: Tensor) -> None:
     if kept.shape != value.shape or kept.device != value.device or not (kept.is_floating_point() and value.is_floating_point()):
         raise misfit(name, "what is kept and what is new have one shape and one device, and are floating", kept=kept, value=value)
+
+
+def _fit_update(old: Tensor, value: Tensor, applies: Tensor) -> None:
+    if old.shape != value.shape or old.dtype != value.dtype or applies.shape != () or applies.dtype != torch.bool:
+        raise misfit("update_if", "an old and a new value of one shape and dtype, and one truth value", old=old, value=value, applies=applies)
 
 
 # ------------------------------------------------------------------------------------------------------------------ registration
@@ -121,3 +135,4 @@ def define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Ca
 define("round_state", "state", f"Tensor value, {_DRAWN}", _round_state, _fit_rounding)
 define("round_param", "param", "Tensor value", _round_param, lambda kept, value: _fit_alike("round_param", kept, value))
 define("join_master", "master", "Tensor param", _join_master, lambda kept, value: _fit_alike("join_master", kept, value))
+define("update_if", "old", "Tensor value, Tensor applies", _update_if, _fit_update)

@@ -36,8 +36,10 @@ def kept_update(
     like: Tensor,
     parameter: Tensor,
     seed_step: Callable[[], Value],
+    applies: Value | None = None,
 ) -> tuple[Value, dict[str, Value]]:
-    """`update_nodes` on stored values. `like`: a meta tensor of the parameter; `seed_step`: seed of the draws, None without any."""
+    """`update_nodes` on stored values. `like`: a meta tensor of the parameter; `seed_step`: seed of the draws, None without any. `applies`:
+    whether what is rounded is updated, None if it always is; results that are not rounded are left to the caller."""
     aten, meshc = torch.ops.aten, torch.ops.meshc
     slots = group.slots_of(parameter)
     narrow = {slot.name: slot.computed for slot in slots if slot.computed is not None and not slot.part}
@@ -65,6 +67,9 @@ def kept_update(
     new, after = update_nodes(group, wide, grad, given, numbers, call, like.to(computed))
     if new is wide:
         return param, dict(state)
+    if applies is not None:  # values of few bits round to themselves
+        new = call(aten.where.self, applies, new, wide) if computed != like.dtype else new
+        after |= {slot: call(aten.where.self, applies, after[slot], given[slot]) for slot in (*narrow, *coded)}
     for slot in narrow:
         after[slot] = call(meshc.round_state.default, state[slot], after[slot], seed_step(), f"{name}/{slot}", *tile)
     for slot, kept in coded.items():

@@ -47,6 +47,9 @@ PART_ERRORS = HIDDEN + "part_errors"
 SUM_ERROR = HIDDEN + "sum_error"
 """What rounding the sum of these gradients has left."""
 
+NON_FINITE = HIDDEN + "non_finite"
+"""Above 0 if the gradient of the last step had an infinity or a NaN, where the loss is scaled."""
+
 KEPT: Final = ("bf16", "8bit")
 """Formats in fewer bits in which optimizer state may be stored."""
 

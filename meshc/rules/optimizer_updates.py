@@ -1,4 +1,4 @@
-"""Sharding rules of optimizer updates, stored state (rounded or 8-bit) and squared norms: elementwise, but for the scales of blocks."""
+"""Sharding rules of optimizer updates, stored state (rounded or 8-bit) and measures of gradients: elementwise, but for the scales of blocks."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def lower_blocks(local: Local) -> Node:
     return local.call(*local.operands, **local.tile(letters), last=len(local.tile(letters[-1:])["offsets"]))
 
 
-def _square_sum(node: Node, tensors: list[Node]) -> Rule:
+def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
     letters = letters_of(tensors[0])
     return Rule((letters,), ((),), (dict.fromkeys(letters, "sum"),), kind="update")
 
 
 OPERATORS = declarations({
-    "meshc.adam meshc.adam_amsgrad meshc.sgd meshc.sgd_plain meshc.round_param meshc.join_master": Operator(_update),
+    "meshc.adam meshc.adam_amsgrad meshc.sgd meshc.sgd_plain meshc.round_param meshc.join_master meshc.update_if": Operator(_update),
     "meshc.round_state": Operator(_stored_state("value value seed", draw)),
     "meshc.block_scale": Operator(_block_scale),
     "meshc.encode_state": Operator(_stored_state("value value scale seed", lower_blocks)),
     "meshc.decode_state": Operator(_stored_state("value scale", lower_blocks)),
-    "meshc.square_sum": Operator(_square_sum),
+    "meshc.square_sum meshc.non_finite": Operator(_sum_of_parts),
 })

@@ -82,11 +82,13 @@ def _update_parts(all_members: list[Node], places: UpdatePlaces | None, limit: i
 
 
 def _keeps_old_value(member: Node) -> bool:
-    """Whether the old value is read after the update, as for experts that no token chose (`passes/trace/append_update.py`)."""
+    """Whether the old value is read after the update: for experts that no token chose, and in a step that may be skipped
+    (`passes/trace/append_update.py`)."""
     written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}
-    chosen = [user for x in held for user in x.users if user.target is torch.ops.aten.where.self and user.args[2] in held]
-    return any(phase_of(user) == "update" for user in chosen)
+    kept = {torch.ops.aten.where.self: 2, torch.ops.meshc.update_if.default: 0}
+    readers = [user for x in held for user in x.users if user.target in kept and user.args[kept[user.target]] in held]
+    return any(phase_of(user) == "update" for user in readers)
 
 
 def _results(member: Node) -> dict[Node, Argument]:

@@ -40,6 +40,7 @@ class Request:
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
     adds          gradient accumulation: a training step adds gradients to those of the calls before, and nothing is updated
     hooks         by parameter, hooks that run on its gradient before clipping and the update
+    scales_loss   the loss is multiplied by a number of each call, and a step whose gradients are not finite is skipped
     microbatches  a TrainStep's, or an option's, once it is decided; None: as many as are predicted to be fastest
     options       the user's, or what passes try in their place
     joined        how inputs were joined, where each rank passes a part
@@ -73,6 +74,7 @@ class Request:
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     clip_grad_norm: Clip = None
     clip_grad_value: float | None = None
+    scales_loss: bool = False
     microbatches: int | None = 1
     options: Options = Options()
     inputs: str = "global"

@@ -125,6 +125,11 @@ def _line_of(traced: TracedModel) -> CompressLine:
             f"{line.where}: a mean of microbatches (batch_mix=\"mean_of_parts\") is not compressed yet\n"
             "  what to do: batch_mix=\"refuse\", or leave the line out"
         )
+    if request.scales_loss:
+        raise PlanError(
+            f"{line.where}: errors of gradients are kept from step to step, and the loss's scale, by which they are multiplied, changes\n"
+            "  what to do: TrainStep without scaler=, in float32 or under autocast to bfloat16, or leave the line out"
+        )
     if request.adds:
         raise PlanError(
             f"{line.where}: gradients that are added up over calls are not compressed yet\n"

@@ -4,6 +4,7 @@
   becomes
     norm = sqrt(square_sum(grad_w) + ...)     c = clamp(max_norm / (norm + 1e-6), max=1)     w, m, v = adam(w, grad_w * c, m, v, lr, ...)
 
+Where the loss is scaled, a step whose gradients are not all finite leaves parameters and state as they are: w1 = update_if(w, w1, applies).
 What precedes the optimizer is in `gradients.py`. Parameters without a gradient are unchanged, as in torch.optim.
 """
 
@@ -25,6 +26,7 @@ from meshc.frontend.train_step import ROUTED
 from meshc.ir import record, records
 from meshc.ir.graph import set_results
 from meshc.ir.keys import key_of
+from meshc.ops.state_rounding import IN_PLACE
 from meshc.optimizer.kept_update import kept_update
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import GRADIENT, MASTER, SUM
@@ -64,7 +66,7 @@ def append_update(traced: TracedModel) -> TracedModel:
         _refuse_frozen(list(modules))
     found = Gradients(add, traced, modules, entered, inputs)
     gradients, total = found.ahead_of_clipping(gradients)
-    kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
+    kept += [(Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total), *found.found]
     _refuse_strange_or_idle(spec, gradients, modules)
     if traced.request.adds:
         kept += found.accumulated_sums(gradients)
@@ -86,11 +88,15 @@ def append_update(traced: TracedModel) -> TracedModel:
         state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         row = numbers[group.index]
-        new, after = kept_update(group, name, mine, gradient, state, row, add.call, like, parameter, lambda: found.seed_step)
+        new, after = kept_update(
+            group, name, mine, gradient, state, row, add.call, like, parameter, lambda: found.seed_step, found.applies
+        )
         after |= sums
         if new is mine:
             unwritten[name] = group.optimizer
         new, after = experts.keep_state(name, mine, new, state, after)
+        if found.applies is not None:
+            new, after = _skip_update(add, found.applies, (mine, state), (new, after))
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
             value = after[slot.name]
@@ -102,6 +108,21 @@ def append_update(traced: TracedModel) -> TracedModel:
             kept[place] = port, found.fix_weight(port.name, node)
     noted = traced.with_notes(*_foreign_parameter_notes(spec, gradients, modules, traced), *_without_masters(spec))
     return _with_results(noted, joint, inputs, kept, found)
+
+
+Updated = tuple[Node, Mapping[str, Node]]
+"""A parameter, and its state by slot."""
+
+
+def _skip_update(add: Appender, applies: Node, old: Updated, updated: Updated) -> tuple[Node, dict[str, Node]]:
+    """The values after an update that may be skipped; those that are rounded as they are stored know it already (`kept_update`)."""
+
+    def kept(slot: str, before: Node, new: Node) -> Node:
+        if new is before or new.target in IN_PLACE or slot == MASTER:
+            return new
+        return add.call(meshc.update_if.default, before, new, applies)
+
+    return kept("", old[0], updated[0]), {slot: kept(slot, old[1][slot], new) if slot in old[1] else new for slot, new in updated[1].items()}
 
 
 def _refine_results(traced: TracedModel) -> TracedModel:

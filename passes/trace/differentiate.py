@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CaptureError, CompileError
 from meshc.frontend.expert_placement import WEIGHTS, is_slots
+from meshc.frontend.loss_scaling import SCALE
 from meshc.frontend.train_step import METRICS
 from meshc.ir import Record, is_getitem, record, records, set_record
 from meshc.ir.graph import call, placeholders, set_results
@@ -20,6 +21,7 @@ from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.count_experts import LAYOUT, PRODUCTS, count_experts
 from meshc.passes.trace.joint_graph import joint_graph, operator_and_place
+from meshc.program.program import Port
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -46,16 +48,22 @@ def differentiate(traced: TracedModel) -> TracedModel:
 
 
 def close_loss(traced: TracedModel) -> TracedModel:
-    """The loss's tangent becomes the constant 1, or a microbatch's share of a mean. Gradients of inputs and buffers are dropped."""
+    """The loss's tangent becomes the constant 1, or the number that the loss is scaled by; of a mean of microbatches its share. Gradients
+    of inputs and buffers are dropped."""
     joint = traced.operators()
     graph = joint.graph
     share = 1.0 / (traced.parts.count if traced.parts is not None else 1)
+    kept_inputs = [port for port in joint.inputs if port.kind != "tangent"]
     kept_outputs, results = [], []
     for port, node in zip(joint.inputs, placeholders(graph), strict=True):
         if port.kind == "tangent":
             made = Record((), port.dtype, phase="backward")
-            with graph.inserting_after(placeholders(graph)[-1]):
-                one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
+            if traced.request.scales_loss:
+                one = _scale(graph, share, made)
+                kept_inputs.append(Port("number", SCALE, (), torch.float64, of=SCALE))
+            else:
+                with graph.inserting_after(placeholders(graph)[-1]):
+                    one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
             node.replace_all_uses_with(one)
             graph.erase_node(node)
     for port, node in zip(joint.outputs, joint.results(), strict=True):
@@ -67,8 +75,18 @@ def close_loss(traced: TracedModel) -> TracedModel:
         results.append(node)
     set_results(graph, results)
     drop_unread(graph)
-    joint = replace(joint, inputs=tuple(port for port in joint.inputs if port.kind != "tangent"), outputs=tuple(kept_outputs))
+    joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
     return replace(traced.with_notes(*_missing_gradients(joint)), joint=joint)
+
+
+def _scale(graph: Graph, share: float, made: Record) -> Node:
+    """A share of the number that the loss is scaled by, in the loss's dtype."""
+    with graph.inserting_after(placeholders(graph)[-1]):
+        scale = graph.placeholder(SCALE)
+    set_record(scale, Record((), torch.float64, phase="backward"))
+    with graph.inserting_before(scale.next):
+        part = scale if share == 1.0 else call(graph, record(scale), aten.mul.Tensor, scale, share)
+        return call(graph, made, aten._to_copy.default, part, dtype=made.dtype)
 
 
 def _missing_gradients(joint: Joint) -> list[str]:

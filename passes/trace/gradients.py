@@ -1,6 +1,8 @@
-"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, decay, norm, clipping.
+"""Gradient operators that a step appends between backward and the update: hooks, accumulation over calls, scaling, decay, norm, clipping.
 
     g = clamp(hook(grad_w) + sum_w, -t, t)     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
+
+    g = (hook(grad_w) + sum_w) * (1 / scale)   applies = non_finite(grad_w) + ... == 0       where the loss is scaled
 
 All is written on the global view, so a norm is global whatever the mesh: its sum is partial over the axes that split gradients. Clipping
 follows `torch.nn.utils.clip_grad_value_` and then `clip_grad_norm_`, as the norm is of what is left of the largest elements.
@@ -24,6 +26,7 @@ from meshc.errors import CompileError, MeshcError
 from meshc.frontend.capture import SEED_STEP
 from meshc.frontend.clipping import groups_of
 from meshc.frontend.gradient_hooks import Drawing, Hooks
+from meshc.frontend.loss_scaling import SCALE, SKIPPED
 from meshc.frontend.reference_random import ANSWERS
 from meshc.ir import record
 from meshc.ir import update as set_reason
@@ -32,7 +35,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.schemas import arguments_by_name
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
-from meshc.optimizer.spec import SUM
+from meshc.optimizer.spec import NON_FINITE, SUM
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.refine_gradients import SparseGradients
@@ -54,12 +57,17 @@ class Gradients:
         self.updates = dict(traced.operators().updates)
         self.constants = dict(traced.operators().constants)
         self.sums: dict[str, Node] = {}
+        self.found: list[tuple[Port, Node]] = []
+        """Results of what is found of gradients that are not finite."""
+        self.applies: Node | None = None
+        """Whether the step is no skipped one, if it may be."""
         self.sparse = SparseGradients(add, traced)
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
         """Gradients after hooks, accumulation, the decay of sparse lines and, where used, clipping by value; and the norm of all."""
         found = {name: self._through(name, self._accumulate(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
         if not self.traced.request.adds:
+            found = self._unscale(found) if self.traced.request.scales_loss else found
             found = {name: self._refine(name, node) for name, node in found.items()}
             if (limit := self.traced.request.clip_grad_value) is not None:
                 found = {name: self._clip_value(name, node, limit) for name, node in found.items()}
@@ -67,7 +75,39 @@ class Gradients:
         total = self._norm(found)
         for node in self.add.made[before:]:
             set_reason(node, reason="the gradient norm")
+        if self.traced.request.adds and self.traced.request.scales_loss:
+            total = self.add.call(aten.mul.Tensor, total, self._inverse_scale)
         return found, total
+
+    # Scaling.
+
+    @cached_property
+    def _inverse_scale(self) -> Node:
+        """As torch's scaler has it: in float32, of a quotient in float64."""
+        scale = self.entered[key_of("number", SCALE)]
+        return self.add.call(aten._to_copy.default, self.add.call(aten.reciprocal.default, scale), dtype=torch.float32)
+
+    def _unscale(self, gradients: Mapping[str, Node]) -> dict[str, Node]:
+        """Gradients divided by the loss's scale; and whether all that an optimizer is to take are finite, as a number for each parameter
+        and for all of them."""
+        call, total, unscaled = self.add.call, cast(Node | None, None), {}
+        spec = self.traced.request.optimizer
+        for name, gradient in gradients.items():
+            before = len(self.add.made)
+            if spec is not None and group_of(spec, self.modules[name]) is not None:
+                port = Port("state", f"{name}/{NON_FINITE}", (), torch.float32, of=name)
+                count = call(meshc.non_finite.default, gradient)
+                self.inputs.append(port)
+                self.found.append((port, call(meshc.round_param.default, self.add.placeholder(port.name, (), torch.float32), count)))
+                self.mark(before, name, "whether gradients are finite")
+                total = count if total is None else call(aten.add.Tensor, total, count)
+                before = len(self.add.made)
+            unscaled[name] = call(aten.mul.Tensor, gradient, self._inverse_scale)
+            self.mark(before, name, "gradients are divided by the loss's scale")
+        if total is not None:
+            self.found.append((Port("metric", SKIPPED, (), torch.float32), total))
+            self.applies = call(aten.eq.Scalar, total, 0)
+        return unscaled
 
     def _refine(self, name: str, gradient: Node) -> Node:
         before = len(self.add.made)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from meshc.frontend.loss_scaling import SCALE
 from meshc.ir.keys import Kind, is_a
 from meshc.runtime.state.stored_tensor import memory_of
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 WARM_UP = 3
 WORTH: Final = 16
 """Replays after which a recording has paid off."""
-ON_DEVICE = ("lr",)
-"""Numbers that fused kernels read from device memory, so that a schedule does not record again."""
+ON_DEVICE = ("lr", SCALE)
+"""Numbers that are read from device memory, so that their changes do not record again."""
 
 
 KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")

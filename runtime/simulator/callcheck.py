@@ -28,7 +28,7 @@ from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ir import trees
 from meshc.ir.graph import placeholders
 from meshc.private import FakeTensor
-from meshc.runtime.simulator.reference_comparison import FLOOR, error
+from meshc.runtime.simulator.tensor_error import FLOOR, error
 
 Value = Callable[..., Any]
 SEED: Final = 7

@@ -21,8 +21,9 @@ from meshc.ir.keys import kind_of
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.simulator.callcheck import CallCheck, draw_values
-from meshc.runtime.simulator.reference_comparison import FLOOR, LOW, error
+from meshc.runtime.simulator.reference_comparison import LOW
 from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate
+from meshc.runtime.simulator.tensor_error import FLOOR, error
 
 TOLERANCE, LOW_TOLERANCE = 1e-4, 3e-2
 """Correct single-precision programs of any depth stay below the first, those in lower precision below the second, since ranks add up

@@ -1,8 +1,4 @@
-"""Verification of a program on simulated ranks against the model on one device: each tensor's error and bound, the first wrong value.
-
-Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind), since some gradients are zero in
-exact arithmetic, where two correct orders of summation differ by percents.
-"""
+"""Verification of a program on simulated ranks against the model on one device: each tensor's error and bound, the first wrong value."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -23,6 +20,7 @@ from meshc.frontend.faults import on_one_device
 from meshc.frontend.flex_on_cpu import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
+from meshc.frontend.loss_scaling import SCALE, copy_scaler
 from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
@@ -43,12 +41,12 @@ from meshc.runtime.simulator.reference_products import DecodedProducts
 from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
+from meshc.runtime.simulator.tensor_error import FLOOR, error, peak_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # by the dtype that is computed in
 LOW = {dtype for dtype in TOLERANCE if dtype.itemsize < 4}
 FEW_BITS = 2e-2
 """Where values are rounded to 8 bits, unless all is in float64: what is one rounding of float32 apart may be 1/16 apart after that."""
-FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 MOST_OF_FEW_BITS = 0.25
 """Error that no sensitivity explains in any case: values of 8 bits have steps of 1/8 or 1/4, and a sum that lacks a part is off by more."""
@@ -196,36 +194,6 @@ def _restore(reference: Reference, held: ModelSnapshot) -> None:
     held.put_back()
 
 
-def peak_of(value: torch.Tensor) -> float:
-    if not value.numel():
-        return 0.0
-    low, high = torch.aminmax(_double(value))
-    return max(-float(low), float(high))
-
-
-def _double(value: torch.Tensor) -> torch.Tensor:
-    """In double precision; of complex numbers both parts count."""
-    value = value.detach()
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """max|found - wanted| over max(max|wanted|, floor); infinite where shapes or NaNs differ."""
-    if tuple(found.shape) != tuple(wanted.shape) or found.is_complex() != wanted.is_complex():
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    a, b = _double(found), _double(wanted)
-    highest, peak = float((a - b).abs_().max()), peak_of(b)
-    if highest < float("inf") and peak < float("inf"):
-        return highest / max(peak, floor, 1e-300)
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0.0, (a - b).abs())
-    if difference.isnan().any():
-        return float("inf")
-    return float(difference.max()) / max(peak_of(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
-
-
 @dataclass(frozen=True)
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
@@ -239,6 +207,7 @@ class Reference:
     compressed what the plan's compress line makes of gradients, if there is one
     stages     what its line about a pipeline makes of values that cross stages, likewise
     eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
+    scaler     torch's own, which scales the loss, divides gradients and skips steps
     """
 
     module: nn.Module
@@ -256,6 +225,7 @@ class Reference:
     compressed: CompressedGradients | None = None
     eight_bits: bool = False
     stages: RoundedStages | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, "cpu", enabled=False))
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -281,7 +251,7 @@ class Reference:
             with self.at(step):
                 loss, metrics = split_result(self.call_model())
                 with nullcontext() if self.compressed is None else self.compressed.watch(self.module):
-                    loss.backward()
+                    self.scaler.scale(loss).backward()
             self.dense_gradients()
             return loss.detach(), metrics
         drawn = self._draws_of_the_whole(step)
@@ -292,7 +262,7 @@ class Reference:
             args, kwargs = self.parts.microbatch_inputs((self.args, self.kwargs), index)
             with self._under(random):
                 loss, metrics = split_result(self.function(self.module, *args, **kwargs))
-                (loss / self.parts.count).backward()
+                self.scaler.scale(loss / self.parts.count).backward()
             total = total + loss.detach() / self.parts.count
             sums = {name: sums.get(name, 0) + value / self.parts.count for name, value in metrics.items()}
         self.dense_gradients()
@@ -418,7 +388,7 @@ def compare_steps(
     parameters, which mean little for other optimizers in single precision. With `parameters` (float64) all of these after each step.
     `keep(step)` does to the optimizers' state what the program does to its own after a step. `widened`: state that the program stores in 8
     bits, as optimizers have it, by key."""
-    members = members_of(optimizer)
+    members, reference = members_of(optimizer), replace(reference, scaler=copy_scaler(reference.scaler))
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
         report.amplified = 1
@@ -428,6 +398,7 @@ def compare_steps(
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
         row = {key_of("number", f"{i}.{name}"): value for i, group in enumerate(numbers()) for name, value in group.items()}
+        row[key_of("number", SCALE)] = reference.scaler.get_scale()
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.key in row})
         found = report.simulate_program(program, values)
         reference.module.zero_grad(set_to_none=True)
@@ -436,10 +407,13 @@ def compare_steps(
         if reference.compressed is not None:
             reference.compressed.replace_gradients(reference.module)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
+        for member in members:
+            reference.scaler.unscale_(member)
         reference.refine_gradients()
         norm = clip_(reference.module, clip, clip_value)
         for member in members:
-            member.step()
+            reference.scaler.step(member)
+        reference.scaler.update()
         if reference.masks is not None:
             reference.masks.fix_weights()
         keep(step)

@@ -3,7 +3,8 @@
     {"model": {name: DTensor or buffer},                                  as model.state_dict()
      "optim": {"state": {parameter: {slot: DTensor or 0-dim tensor}},     as torch.distributed.checkpoint.state_dict.get_state_dict
                "param_groups": [{"params": [names], "lr": ..., ...}]},
-     "meshc": {"version": 1, "seed": ..., "step": ..., "hidden": {...}}}  random numbers, and state that torch's optimizers do not keep
+     "meshc": {"version": 1, "seed": ..., "step": ..., "hidden": {...}}}  random numbers, and state that torch's optimizers do not keep;
+                                                                          where the loss is scaled "scaler", as `GradScaler.state_dict()`
 
 So files of `get_state_dict` and of a program hold the same things; only "meshc" is missing in the former.
 """
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
 from meshc.optimizer.optimizer import FIRST, HIDDEN, parameters_of
-from meshc.optimizer.spec import PART_ERRORS
+from meshc.optimizer.spec import NON_FINITE, PART_ERRORS
 from meshc.optimizer.state_formats import convert_state
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board, single_thread_context
 from meshc.runtime.state.whole_state import refuse_parts_of_others
@@ -52,6 +53,7 @@ class ProgramState(TypedDict, total=False):
     seed: int
     step: int
     hidden: dict[str, Tensor]
+    scaler: dict[str, Any]
 
 
 class State(TypedDict, total=False):
@@ -74,7 +76,9 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
         if store.optimizers:
             state["optim"] = _optimizer_state(store, store.optimizers)
         state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
-        hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
+        hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN) and held.slot != NON_FINITE}
+        if store.scaler is not None:
+            state["meshc"]["scaler"] = store.scaler.state_dict()
         if hidden:
             state["meshc"]["hidden"] = hidden
         return dict(_gather_state(store, state) if full else state)
@@ -125,6 +129,8 @@ def _load(store: Store, state: Mapping[str, Any]) -> None:
         _load_optimizer(store, optim, state.get("meshc", {}).get("hidden", {}))
     if "meshc" in state:
         store.seed, store.step = int(state["meshc"]["seed"]), int(state["meshc"]["step"])
+        if store.scaler is not None and "scaler" in state["meshc"]:
+            store.scaler.load_state_dict(state["meshc"]["scaler"])
     elif optim is not None:
         store.step = 0
         warnings.warn("the checkpoint was not written by a meshc program: random numbers (dropout) start again at step 0", stacklevel=3)

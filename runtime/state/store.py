@@ -60,6 +60,7 @@ class Store:
         groups = groups or Groups(axis_sizes(mesh), rank, dist.get_world_size(), mesh.device_mesh)
         self.mesh, self.device = mesh, device
         self.seed = self.step = self.moves = 0
+        self.scaler: torch.amp.GradScaler | None = None
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         random_draws.follow(self.transfers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.frontend.reference_random import ReferenceRandom
-from meshc.runtime.simulator.reference_comparison import error
+from meshc.runtime.simulator.tensor_error import error
 
 Build = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SEED = 11
