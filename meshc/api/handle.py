@@ -235,7 +235,8 @@ class Program:
         counts.read_changes()
         rows = enumerate(numbers(optimizers))
         assert self.step is not None
-        values = own | scale_number(self.step) | {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+        optimizers_own = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+        values = {**own, **scale_number(self.step), **optimizers_own}
         env = session.run(tensors, {name: values[name] for name in session.number_names})
         session.store.step += 1
         scaling = {} if self.asked.adds else settle_scale(self.step, session, env)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact
+from meshc.errors import StateError
 from meshc.frontend.expert_placement import initial_slots, is_slot_table
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers

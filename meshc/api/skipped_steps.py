@@ -31,7 +31,7 @@ def settle_scale(step: TrainStep, session: Session, env: Mapping[str, torch.Tens
     if step.scaling is None:
         return {}
     scale, skipped = step.scaling.get_scale(), bool(env[key_of("metric", SKIPPED)])
-    advance(step.scaling, skipped)
+    advance(step.scaling, skipped, session.device)
     return {SCALE: scale, SKIPPED: _first_non_finite(session) if skipped else ""}
 
 

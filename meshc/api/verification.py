@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshc.api.compile_arguments import Arguments
-from meshc.api.skipped_steps import scale_number
 from meshc.cost.flops import is_product
 from meshc.errors import CaptureError, CompileError, InputError, VerifyError, join_names
 from meshc.frontend import call_keys
 from meshc.frontend.expert_bias import count_choices
+from meshc.frontend.loss_scaling import SCALE as LOSS_SCALE
 from meshc.frontend.loss_scaling import copy_scaler
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
@@ -196,8 +196,8 @@ def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, ca
     of_python, seed = program.compilations.last.reads.numbers(), store.seed if store else 0
     scaling = None if program.step is None else program.step.scaling
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaling is None else copy_scaler(scaling)
-    if program.step is not None:
-        of_python = {**of_python, **scale_number(program.step)}
+    if scaling is not None:
+        of_python = {**of_python, LOSS_SCALE: 1.0}
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(

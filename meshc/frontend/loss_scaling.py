@@ -21,7 +21,7 @@ from meshc.errors import PlanError, join_names
 SCALE: Final = "loss_scale"
 """Name of the number of a call that the loss is multiplied by."""
 SKIPPED: Final = "skipped"
-"""Name of the metric that counts the parts of gradients that are not finite; for a user, the name of the first such gradient's parameter."""
+"""Name of the metric that counts gradients that are not finite; for a user, the name of the first such gradient's parameter."""
 
 
 def check(scaler: object, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -39,16 +39,21 @@ def check(scaler: object, parameters: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def advance(scaler: GradScaler, skipped: bool) -> None:
+def advance(scaler: GradScaler, skipped: bool, device: torch.device) -> None:
     """`scaler.update()` after a step: a smaller scale if it was skipped, a larger one after `growth_interval` steps that were not."""
+    scaler.scale(torch.zeros((), device=device))  # which makes the scaler's tensors, as a loss would have
     state = scaler.state_dict()
-    scale, good = torch.tensor(state["scale"]), 0 if skipped else state["_growth_tracker"] + 1
+    scale, good = state["scale"], 0 if skipped else state["_growth_tracker"] + 1
     if skipped:
-        scale = scale * state["backoff_factor"]
+        scale = _in_float32(scale * state["backoff_factor"])
     elif good == state["growth_interval"]:
-        grown, good = scale * state["growth_factor"], 0
-        scale = grown if math.isfinite(float(grown)) else scale
-    scaler.load_state_dict(state | {"scale": float(scale), "_growth_tracker": good})
+        grown, good = _in_float32(scale * state["growth_factor"]), 0
+        scale = grown if math.isfinite(grown) else scale
+    scaler.load_state_dict(state | {"scale": scale, "_growth_tracker": good})
+
+
+def _in_float32(scale: float) -> float:
+    return torch.tensor(scale, dtype=torch.float32).item()
 
 
 def copy_scaler(scaler: GradScaler) -> GradScaler:

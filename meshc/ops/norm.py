@@ -1,5 +1,5 @@
-"""Measures of a gradient that add up over tensors, shards and stages: `meshc::square_sum`, of which a global norm is made, and
-`meshc::non_finite`."""
+"""Measures of a gradient that can be taken of its parts: `meshc::square_sum`, which adds up over tensors, shards and stages to the square
+of a norm, and `meshc::non_finite`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 @operator("non_finite", results=lambda x: x.new_empty((), dtype=torch.float32))
 def non_finite(x: Tensor) -> Tensor:
-    """x of any shape -> 1 if an element is infinite or NaN, else 0; of a split x the number of parts that have such an element."""
+    """x of any shape -> 1 if an element is infinite or NaN, else 0: the largest of what the parts of a split x give."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
     largest = torch.linalg.vector_norm(x, torch.inf)  # of infinities and NaN these, without a copy of x

@@ -105,7 +105,8 @@ def _fit_alike(name: str, kept: Tensor, value: Tensor) -> None:
 
 def _fit_update(old: Tensor, value: Tensor, applies: Tensor) -> None:
     if old.shape != value.shape or old.dtype != value.dtype or applies.shape != () or applies.dtype != torch.bool:
-        raise misfit("update_if", "an old and a new value of one shape and dtype, and one truth value", old=old, value=value, applies=applies)
+        rule = "an old and a new value of one shape and dtype, and one truth value"
+        raise misfit("update_if", rule, old=old, value=value, applies=applies)
 
 
 # ------------------------------------------------------------------------------------------------------------------ registration

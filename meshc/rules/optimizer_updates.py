@@ -1,4 +1,4 @@
-"""Sharding rules of optimizer updates, stored state (rounded or 8-bit) and measures of gradients: elementwise, but for the scales of blocks."""
+"""Sharding rules of optimizer updates, stored state and numbers of whole gradients: elementwise, but for the scales of blocks."""
 
 from __future__ import annotations
 
@@ -56,9 +56,14 @@ def lower_blocks(local: Local) -> Node:
     return local.call(*local.operands, **local.tile(letters), last=len(local.tile(letters[-1:])["offsets"]))
 
 
-def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
-    letters = letters_of(tensors[0])
-    return Rule((letters,), ((),), (dict.fromkeys(letters, "sum"),), kind="update")
+def _number_of(reduction: str) -> RuleFunction:
+    """The rule of a number of a whole tensor, which is the sum, or the maximum, of those of its parts."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        letters = letters_of(tensors[0])
+        return Rule((letters,), ((),), (dict.fromkeys(letters, reduction),), kind="update")
+
+    return rule
 
 
 OPERATORS = declarations({
@@ -67,5 +72,6 @@ OPERATORS = declarations({
     "meshc.block_scale": Operator(_block_scale),
     "meshc.encode_state": Operator(_stored_state("value value scale seed", lower_blocks)),
     "meshc.decode_state": Operator(_stored_state("value scale", lower_blocks)),
-    "meshc.square_sum meshc.non_finite": Operator(_sum_of_parts),
+    "meshc.square_sum": Operator(_number_of("sum")),
+    "meshc.non_finite": Operator(_number_of("max")),
 })

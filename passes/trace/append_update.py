@@ -122,7 +122,8 @@ def _skip_update(add: Appender, applies: Node, old: Updated, updated: Updated) -
             return new
         return add.call(meshc.update_if.default, before, new, applies)
 
-    return kept("", old[0], updated[0]), {slot: kept(slot, old[1][slot], new) if slot in old[1] else new for slot, new in updated[1].items()}
+    state = {slot: kept(slot, old[1][slot], new) if slot in old[1] else new for slot, new in updated[1].items()}
+    return kept("", old[0], updated[0]), state
 
 
 def _refine_results(traced: TracedModel) -> TracedModel:

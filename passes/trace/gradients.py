@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from meshc.frontend.loss_scaling import SCALE, SKIPPED
 from meshc.frontend.reference_random import ANSWERS
 from meshc.ir import record
 from meshc.ir import update as set_reason
+from meshc.ir.functions import Function
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of
 from meshc.ir.schemas import arguments_by_name
@@ -90,24 +91,30 @@ class Gradients:
     def _unscale(self, gradients: Mapping[str, Node]) -> dict[str, Node]:
         """Gradients divided by the loss's scale; and whether all that an optimizer is to take are finite, as a number for each parameter
         and for all of them."""
-        call, total, unscaled = self.add.call, cast(Node | None, None), {}
-        spec = self.traced.request.optimizer
+        spec, counts, unscaled = self.traced.request.optimizer, dict[str, Node](), dict[str, Node]()
+        inverse = self._inverse_scale
         for name, gradient in gradients.items():
-            before = len(self.add.made)
             if spec is not None and group_of(spec, self.modules[name]) is not None:
-                port = Port("state", f"{name}/{NON_FINITE}", (), torch.float32, of=name)
-                count = call(meshc.non_finite.default, gradient)
-                self.inputs.append(port)
-                self.found.append((port, call(meshc.round_param.default, self.add.placeholder(port.name, (), torch.float32), count)))
-                self.mark(before, name, "whether gradients are finite")
-                total = count if total is None else call(aten.add.Tensor, total, count)
-                before = len(self.add.made)
-            unscaled[name] = call(aten.mul.Tensor, gradient, self._inverse_scale)
-            self.mark(before, name, "gradients are divided by the loss's scale")
-        if total is not None:
+                counts[name] = self._add_of(name, "whether gradients are finite", meshc.non_finite.default, gradient)
+        for name, count in counts.items():  # read once all are there, so that they travel together
+            port = Port("state", f"{name}/{NON_FINITE}", (), torch.float32, of=name)
+            self.inputs.append(port)
+            place = self.add.placeholder(port.name, (), torch.float32)
+            self.found.append((port, self._add_of(name, "", meshc.round_param.default, place, count)))
+        for name, gradient in gradients.items():
+            unscaled[name] = self._add_of(name, "gradients are divided by the loss's scale", aten.mul.Tensor, gradient, inverse)
+        if counts:
+            total = reduce(partial(self.add.call, aten.add.Tensor), counts.values())
             self.found.append((Port("metric", SKIPPED, (), torch.float32), total))
-            self.applies = call(aten.eq.Scalar, total, 0)
+            self.applies = self.add.call(aten.eq.Scalar, total, 0)
         return unscaled
+
+    def _add_of(self, name: str, reason: str, target: Function, *args: Argument) -> Node:
+        """An operator of a parameter's update."""
+        before = len(self.add.made)
+        node = self.add.call(target, *args)
+        self.mark(before, name, reason)
+        return node
 
     def _refine(self, name: str, gradient: Node) -> Node:
         before = len(self.add.made)

@@ -11,8 +11,8 @@ from meshc.errors import VerifyError
 from meshc.ir import Record, record
 from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram
-from meshc.runtime.simulator.tensor_error import FLOOR, error, peak_of
 from meshc.runtime.simulator.simulation import first_microbatch, node_values, simulate, whole
+from meshc.runtime.simulator.tensor_error import FLOOR, error, peak_of
 
 
 def first_wrong(

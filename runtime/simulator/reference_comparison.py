@@ -20,7 +20,7 @@ from meshc.frontend.faults import on_one_device
 from meshc.frontend.flex_on_cpu import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
-from meshc.frontend.loss_scaling import SCALE, copy_scaler
+from meshc.frontend.loss_scaling import SCALE, SKIPPED, copy_scaler
 from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
@@ -332,7 +332,8 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
 
 
 def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
-    """Compares the loss and gradients of a step program without an optimizer with the model's."""
+    """Compares the loss and gradients of a step program without an optimizer with the model's; a loss that is scaled has the scale 1."""
+    reference = replace(reference, scaler=torch.amp.GradScaler("cpu", enabled=False))
     found = report.simulate_program(program, input_values(program, reference, 0))
     before = ModelSnapshot(reference.module)
     reference.module.zero_grad(set_to_none=True)
@@ -389,7 +390,7 @@ def compare_steps(
     `keep(step)` does to the optimizers' state what the program does to its own after a step. `widened`: state that the program stores in 8
     bits, as optimizers have it, by key."""
     members, reference = members_of(optimizer), replace(reference, scaler=copy_scaler(reference.scaler))
-    plain = all(isinstance(member, torch.optim.SGD) for member in members)
+    plain, scales = all(isinstance(member, torch.optim.SGD) for member in members), reference.scaler.is_enabled()
     if plain:
         report.amplified = 1
     if reference.compressed is not None:
@@ -407,6 +408,7 @@ def compare_steps(
         if reference.compressed is not None:
             reference.compressed.replace_gradients(reference.module)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
+        skipped = scales and not all(bool(gradient.isfinite().all()) for gradient in _gradients(reference).values())
         for member in members:
             reference.scaler.unscale_(member)
         reference.refine_gradients()
@@ -432,7 +434,10 @@ def compare_steps(
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:
             report.add(f"update of step {step}", *update_comparison.update_pairs(before, given, mine))
-        if norm is not None and NORM in found:
+        if scales:
+            skips = {SKIPPED: found[key_of("metric", SKIPPED)].sign()}
+            report.add(f"whether step {step} is skipped", skips, {SKIPPED: torch.tensor(float(skipped))})
+        if norm is not None and NORM in found and not skipped:  # of infinities, a norm is one or NaN, as the order of a sum has it
             report.add(f"gradient norm of step {step}", {"grad_norm": found[NORM]}, {"grad_norm": norm.detach()})
         if parameters:
             report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})

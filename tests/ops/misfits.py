@@ -225,6 +225,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "block_scale: integers", ops.block_scale, (ints(2, 300), *tile, 1)
     yield "block_scale: tile is longer", ops.block_scale, (x(2, 300), [2, MANY], [2, MANY], [0, 0], 1)
     yield "round_param_: value is longer", ops.round_param_, (half, x(MANY))
+    yield "update_if_: value is longer", ops.update_if_, (x(8), x(MANY), torch.tensor(True))
+    yield "update_if_: several truths", ops.update_if_, (x(8), x(8), torch.ones(8, dtype=torch.bool))
     yield "join_master_: parameter is shorter", ops.join_master_, (x(MANY), half)
 
 

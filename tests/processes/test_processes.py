@@ -60,6 +60,13 @@ def test_errors_of_compressed_gradients_resume_under_another_mesh(route: tuple[t
     run("compressed", Mesh(mesh).world_size, mesh, plan.partition(" of ")[0] + " of 6 parts", str(tmp_path), "parts")
 
 
+@pytest.mark.parametrize("route", [("dp_shard=2", "tp=2"), broad(("pp=2", "dp=2", "dp_shard=2,tp=2"))], ids=" to ".join)
+def test_scale_and_skipped_steps_resume_under_another_mesh(route: tuple[str, ...], tmp_path: Path) -> None:
+    for step, mesh in enumerate(route):
+        ended = launch("tests.processes.scaled:resume", mesh, str(tmp_path), "load" if step else "save", ranks=Mesh(mesh).world_size)
+        assert ended.ok, ended
+
+
 HEARD = "heard seen read_beside_images told_by_a_model_inside"
 LAUNCHES = [
     ("module_mode", "dp=2", "refusals gradients_of_inputs outputs_as_they_lie several_calls_and_backwards some_outputs three_steps"),
@@ -72,6 +79,8 @@ LAUNCHES = [
     ("edits", "dp=2", "numbers_of_wholes saved_as_plain"),
     ("verify", "tp=2", "train_step module wrong_program"),
     ("train_step", "dp=2", "scheduled recompiled another_batch microbatches full_disk partial_storage"),
+    ("scaled", "dp_shard=2", "decided own_loop"),
+    ("scaled", "pp=2", "decided"),
     ("savers", "tp=2", "warned_once save_pretrained"),
     ("loops", "dp=2", "kept added behind two_steps"),
     ("optimizers", "dp=2", "resumed"),
@@ -109,6 +118,9 @@ BROAD = [
     ("verify", "dp_shard=2", "train_step module wrong_program"),
     ("verify", "dp_shard=2,tp=2", "train_step module wrong_program"),
     ("train_step", "dp=2", "weight_decay_to_zero loss_arguments mean_of_parts autocast dynamic_sizes"),
+    ("scaled", "dp=2", "decided own_loop autocast accumulated a_scale_of_one_rank"),
+    ("scaled", "tp=2", "decided own_loop autocast"),
+    ("scaled", "dp_shard=2,tp=2", "decided own_loop autocast accumulated"),
     ("shared_heads", "tp=4", "steps generates"),
     ("loops", "dp=2", "hooked counted"),
     ("optimizers", "dp=2", "divided trained saved"),

@@ -17,6 +17,9 @@ sample(ours.adam_amsgrad.default, f(7), f(7), f(7), positive(7), positive(7), _s
 sample(ours.sgd.default, f(6, 5), f(6, 5), f(6, 5), torch.tensor(0.0), *_numbers[:4], True, False, refine={0: (3, 2, 5)})
 sample(ours.sgd_plain.default, f(5, 4), f(5, 4), *_numbers[:2], False)
 sample(ours.square_sum.default, f(5, 4))
+_odd = f(6, 5).index_fill(0, torch.tensor(4), torch.inf)
+sample(ours.non_finite.default, _odd, refine={0: (3, 2, 5)})
+sample(ours.non_finite.default, f(5, 4))
 sample(ours.sum_of_parts.default, f(5, 4))
 sample(ours.sum_of_parts.default, f(6, 5), refine={0: (3, 2, 5)})
 sample(ours.square_sum.default, f(6, 5), refine={0: (3, 2, 5)})
@@ -27,6 +30,8 @@ sample(ours.round_state.default, _state, f(6, 5), _seed, "w/exp_avg", [6, 5], [6
 sample(ours.round_state.default, f(2).to(torch.bfloat16), f(2), _seed, "b/exp_avg", [2], [2], [0])
 sample(ours.round_param.default, _state, f(6, 5))
 sample(ours.join_master.default, f(6, 5), _state)
+sample(ours.update_if.default, f(6, 5), f(6, 5), torch.tensor(True), refine={0: (3, 2, 5)})
+sample(ours.update_if.default, f(6, 5), f(6, 5), torch.tensor(False))
 
 # of blocks that lie on several ranks, and of a last dim in two factors
 _tile = [3, 515], [3, 515], [0, 0], 1
