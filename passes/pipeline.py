@@ -82,7 +82,7 @@ SPARSITY: Final[Pass[TracedModel, TracedModel]] = _pass(
 PRECISION: Final[Pass[TracedModel, TracedModel]] = _pass(
     "precision", "trace.set_precision:set_precision",
     "behind the trace, which is the same for all plans; before factorize, so that scales are sharded like any value",
-    when=lambda traced: bool(traced.plan.precisions),
+    when=lambda traced: bool(traced.plan.formats),
 )
 COMPRESS: Final[Pass[TracedModel, TracedModel]] = _pass(
     "compress", "place.compress_gradients:compress_gradients",

@@ -46,6 +46,7 @@ from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.simulator.reference_compression import CompressedGradients
+from meshc.runtime.simulator.reference_dtypes import ReferenceDtypes
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.state.ownership import calls_allowed
@@ -199,11 +200,12 @@ def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, ca
     if scaling is not None:
         of_python = {**of_python, LOSS_SCALE: 1.0}
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
+    computes = lowered.plan.computes
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
     return verification.Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, lowered.placed.traced.precision,
         ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits, _rounded_stages(program, twin),
-        scaler,
+        ReferenceDtypes(twin, computes) if computes else None, scaler,
     )  # fmt: skip
 
 

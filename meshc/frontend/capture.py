@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from meshc.errors import CaptureError
 from meshc.frontend import trace_errors
 from meshc.frontend.capture_patches import apply_capture_patches, settle_graph, traceable_model
+from meshc.frontend.compute_dtypes import ComputeDtypes, cast_inputs
 from meshc.frontend.double_copy import double_by_default, wide_dtype, widen_casts
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.linalg_checks import settle_checks
@@ -84,6 +85,7 @@ class TorchGraph:
     seen      what the trace has observed of Python: the code that has run, all that was read
     reads     places among these that each call checks again
     numbers   numbers among these that are inputs, by the attributes of the graph that stand for them
+    computed  dtypes of parameters in the trace, where these are not those of their storage
     """
 
     module: GraphModule
@@ -101,6 +103,7 @@ class TorchGraph:
     double: bool = False
     reads: tuple[ReadPlace, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
+    computed: ComputeDtypes = ComputeDtypes()
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -122,7 +125,7 @@ class JointGraph:
 
 @contextlib.contextmanager
 def fake_tensors(
-    module: nn.Module, mode: FakeTensorMode | None, double: bool = False
+    module: nn.Module, mode: FakeTensorMode | None, double: bool = False, computed: ComputeDtypes = ComputeDtypes()
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
     """A context with fake CPU parameters and buffers of global shape in `module`; the originals are always put back. Without a mode the
     fake tensors are of the device meta.
@@ -146,7 +149,8 @@ def fake_tensors(
                     else:
                         with mode or contextlib.nullcontext():
                             device = "meta" if mode is None else "cpu"
-                            fake = torch.empty(tuple(value.shape), dtype=wide_dtype(value.dtype, double), device=device)
+                            dtype = computed.parameters.get(name, wide_dtype(value.dtype, double))
+                            fake = torch.empty(tuple(value.shape), dtype=dtype, device=device)
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=value.requires_grad)
                         fakes[id(value)] = name, fake
@@ -186,10 +190,12 @@ def torch_graph(
     double: bool = False,
     dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
     numbers: Sequence[ReadPlace] = (),
+    computed: ComputeDtypes = ComputeDtypes(),
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
-    `dynamic` has the open dims of inputs, by path; `numbers` has the places of Python numbers that become inputs.
+    `dynamic` has the open dims of inputs, by path; `numbers` has the places of Python numbers that become inputs; `computed` the dtypes of
+    parameters, and of what goes into modules, where a plan says others.
     """
     from meshc.private import graph_capture
 
@@ -207,7 +213,7 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        fake_tensors(module, mode, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
+        fake_tensors(module, mode, double, computed) as (tensors, aliases), cast_inputs(module, computed.inputs), torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
         without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
@@ -225,7 +231,7 @@ def torch_graph(
         widen_casts(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
     kept = replace(seen, said=[])
-    traced = TorchGraph(*held, notes=tuple(notes), double=double, reads=reads, numbers=inputs_of_python.by_attribute, seen=kept)
+    traced = TorchGraph(*held, notes=tuple(notes), double=double, reads=reads, numbers=inputs_of_python.by_attribute, seen=kept, computed=computed)
     return _with_dynamic_sizes(traced, opened) if opened else traced
 
 

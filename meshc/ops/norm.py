@@ -1,5 +1,5 @@
-"""Measures of a gradient that can be taken of its parts: `meshc::square_sum`, which adds up over tensors, shards and stages to the square
-of a norm, and `meshc::non_finite`."""
+"""Operators of gradients, whole or in parts: `meshc::square_sum`, which adds up over tensors, shards and stages to the square of a norm,
+`meshc::non_finite`, and `meshc::widen_sum`."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def non_finite(x: Tensor) -> Tensor:
         return x.new_zeros((), dtype=torch.float32)
     largest = torch.linalg.vector_norm(x, torch.inf)  # of infinities and NaN these, without a copy of x
     return largest.isfinite().logical_not().to(torch.float32)
+
+
+@operator("widen_sum", results=lambda x, dtype: torch.empty_like(x, dtype=dtype))
+def widen_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype that has all of its values, and in which what is left of a sum over ranks is taken."""
+    return x.to(dtype, copy=True)

@@ -34,7 +34,7 @@ from meshc.ir.mesh import Mesh, role
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, PlanLine, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
-from meshc.plan.precision_lines import CompressLine, PrecisionLine, SparseLine
+from meshc.plan.precision_lines import CompressLine, ComputeLine, PrecisionLine, SparseLine
 from meshc.plan.reader import number_lines, read_entries, toml_lines, yaml_lines
 
 
@@ -55,7 +55,7 @@ class Plan:
     kept: tuple[KeepLine, ...]
     offloads: tuple[OffloadLine, ...]
     chunks: tuple[ChunkLine, ...]
-    precisions: tuple[PrecisionLine, ...]
+    precisions: tuple[PrecisionLine | ComputeLine, ...]
     sparsities: tuple[SparseLine, ...]
     compressions: tuple[CompressLine, ...]
 
@@ -73,7 +73,7 @@ class Plan:
         kept: Iterable[KeepLine] = (),
         offloads: Iterable[OffloadLine] = (),
         chunks: Iterable[ChunkLine] = (),
-        precisions: Iterable[PrecisionLine] = (),
+        precisions: Iterable[PrecisionLine | ComputeLine] = (),
         sparsities: Iterable[SparseLine] = (),
         compressions: Iterable[CompressLine] = (),
     ) -> Plan:
@@ -151,6 +151,16 @@ class Plan:
 
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(**{name: lines + getattr(other, name) for name, lines in vars(self).items()})
+
+    @property
+    def formats(self) -> tuple[PrecisionLine, ...]:
+        """The precision lines that give products a format."""
+        return tuple(line for line in self.precisions if isinstance(line, PrecisionLine))
+
+    @property
+    def computes(self) -> tuple[ComputeLine, ...]:
+        """The precision lines that say in which dtype modules compute."""
+        return tuple(line for line in self.precisions if isinstance(line, ComputeLine))
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))

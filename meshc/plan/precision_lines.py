@@ -1,6 +1,7 @@
 """Lines of a plan that change what is computed. Nothing adds them but a user, and they mean the same on every mesh.
 
     precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`)
+    precision model.layers.*: compute bf16, reduce f32, master f32     dtypes of these modules (docs/mixed-precision.md)
     sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
     sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
     sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
@@ -10,9 +11,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
+
+import torch
 
 from meshc.ir.formats import COMPRESSED, FORMATS
 from meshc.ir.mesh import NAME
@@ -65,11 +70,60 @@ class SparseLine(ProductLine):
         return f"sparse {self.pattern}: {self.n}:{self.m}{more}"
 
 
-def read_precision_line(line: Line) -> PrecisionLine:
+DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""Dtypes as a compute line names them."""
+DTYPE_WORDS: Final = ", ".join(DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeLine(ProductLine):
+    """Dtypes of modules: in which they compute, in which gradients of their parameters are summed over ranks ("": as they compute), and in
+    which parameters are stored and updated ("": as the model has them)."""
+
+    compute: str
+    reduce: str = ""
+    master: str = ""
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        return self.compute, self.reduce or self.compute
+
+    def __str__(self) -> str:
+        more = [f"{word} {dtype}" for word, dtype in (("reduce", self.reduce), ("master", self.master)) if dtype]
+        return ", ".join([f"precision {self.pattern}: compute {self.compute}", *more])
+
+
+def _read_compute(line: Line, pattern: str) -> ComputeLine:
+    """The rest of a compute line, behind its colon."""
+    words: dict[str, str] = {}
+    while True:
+        start = line.at
+        word = line.expect(r"(compute|reduce|master)\b", "behind the comma stands `reduce DTYPE` or `master DTYPE`")
+        if word in words:
+            line.fail(f"{word} is there twice", start)
+        start = line.at
+        dtype = line.expect(r"[\w.]+", f"a dtype belongs here: {DTYPE_WORDS}")
+        if dtype not in DTYPES:
+            line.fail(f"{dtype} is no dtype{suggest(dtype, DTYPES)}; dtypes are {DTYPE_WORDS}", start)
+        words[word] = dtype
+        if word == "reduce" and dtype not in (words["compute"], "f32"):
+            line.fail(
+                f"gradients are summed in the dtype in which they are computed, {words['compute']}, or in f32: rounded to fewer bits, a sum "
+                "would depend on the mesh; a `compress` line sends fewer and keeps what rounding loses",
+                start,
+            )
+        if not line.accept(","):
+            line.expect_end("a comma, and `reduce DTYPE` or `master DTYPE`, or the end of the line")
+            return ComputeLine(pattern, words["compute"], words.get("reduce", ""), words.get("master", ""))
+
+
+def read_precision_line(line: Line) -> PrecisionLine | ComputeLine:
     names = "a precision line names modules, with * for any text, and a format: `precision model.layers.*: float8 row`"
     pattern = line.expect(GLOB, names)
     line.expect(":", f"then comes a colon, and a format: {', '.join(map(repr, FORMATS))}")
     start = line.at
+    if re.match(r"compute\b", line.text[line.at :]):
+        return _read_compute(line, pattern)
     written = " ".join(line.expect(r"\S[^#]*", f"a format belongs here: {', '.join(map(repr, FORMATS))}").split())
     if written not in FORMATS:
         begun = [word for word in FORMATS if word.startswith(f"{written} ")]

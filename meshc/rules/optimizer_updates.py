@@ -13,7 +13,7 @@ from meshc.ops import norm as _norm_operators  # noqa: F401 - registers them
 from meshc.ops import optim as _update_operators  # noqa: F401 - registers them
 from meshc.ops import state_rounding as _keeping_operators  # noqa: F401 - registers them
 from meshc.rules.operator import Operator, declarations
-from meshc.rules.rule import Local, Rule, RuleFunction, draw, letters_of, result_shapes, shape_of
+from meshc.rules.rule import Local, Rule, RuleFunction, draw, letters_of, pointwise, result_shapes, shape_of
 
 meshc = torch.ops.meshc
 
@@ -56,6 +56,11 @@ def lower_blocks(local: Local) -> Node:
     return local.call(*local.operands, **local.tile(letters), last=len(local.tile(letters[-1:])["offsets"]))
 
 
+def _widen_sum(node: Node, tensors: list[Node]) -> Rule:
+    """A cast past which reductions of sums are deferred: what is sent has the dtype of the result."""
+    return pointwise(node, tensors, kind="carry", linear=((0,),), defers=True, always=True)
+
+
 def _number_of(reduction: str) -> RuleFunction:
     """The rule of a number of a whole tensor, which is the sum, or the maximum, of those of its parts."""
 
@@ -72,6 +77,7 @@ OPERATORS = declarations({
     "meshc.block_scale": Operator(_block_scale),
     "meshc.encode_state": Operator(_stored_state("value value scale seed", lower_blocks)),
     "meshc.decode_state": Operator(_stored_state("value scale", lower_blocks)),
+    "meshc.widen_sum": Operator(_widen_sum, moves=True, cheap=True),
     "meshc.square_sum": Operator(_number_of("sum")),
     "meshc.non_finite": Operator(_number_of("max")),
 })

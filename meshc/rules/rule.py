@@ -116,6 +116,7 @@ class Rule:
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,
              `linear` and `defers` are those of the operator's record (`operator.py`)
     defers   whether `propagate` defers reductions of sums past the operator, in the operands of the first set of `linear`
+    always   whether it does so whatever that costs: they are to be taken in the dtype of the result
     roles    letter -> role in a model (`ROLES`), for names of factors
     lower    builds the per-rank code; None: the same operator on local operands
     once     operands that `lower` keeps on the first tile of summed letters, with zeros elsewhere
@@ -142,6 +143,7 @@ class Rule:
     kind: str = "compute"
     linear: Positions = ()
     defers: bool = False
+    always: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
     lower: Callable[[Local], Made] | None = None
     once: AbstractSet[int] = frozenset()

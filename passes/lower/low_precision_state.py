@@ -23,6 +23,7 @@ from meshc.ops import state_rounding
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import WRITTEN
 from meshc.passes.lower.prefetch_windows import runs_within
+from meshc.program.packing import is_view
 from meshc.program.preparation import move_operands_before
 
 WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default, torch.ops.meshc.decode_state.default)
@@ -54,14 +55,16 @@ def is_for_updates_only(node: Node) -> bool:
 
 
 def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
-    """Replaces each rounding to the stored form by one in place: just behind the update that `narrowed` names for it, otherwise behind the
-    last reader of the old value."""
+    """Replaces each rounding to the stored form by one in place, and each update that may be skipped: just behind the update that `narrowed`
+    names for it, otherwise behind the last reader of the old value."""
     widened = {node for node in graph.nodes if node.target in WIDENS}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}
     for node in [node for node in graph.nodes if node.target in state_rounding.IN_PLACE]:
         old = node.args[0]
         assert isinstance(old, Node)
+        if node.target is torch.ops.meshc.update_if.default and is_view(old):  # of a bucket, say, of which more is read behind it
+            continue
         after = narrowed.get(node) or max(reader for reader in old.users if reader.op == "call_function")
         between = _scale_nodes(node) if node in narrowed else []
         stays = widened.union(between)

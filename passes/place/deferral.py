@@ -61,7 +61,7 @@ class DeferredReductions:
         waiting = [axis for axis in self.axes if axis not in taken]
         if not instance.rule.adds:
             (value,) = deferring(instance)
-            free = prod(value_record(value).shape) <= 1 or self._only_user(value)
+            free = instance.rule.always or prod(value_record(value).shape) <= 1 or self._only_user(value)
             return [axis for axis in waiting if free and self._is_sum(value, axis)]
         over: list[str] = []
         mixed: list[str] = []

@@ -20,9 +20,11 @@ from meshc.frontend.listed_experts import formed_experts
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
+from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.slice_layers import slice_layers
 from meshc.passes.phases.compilation_phase import CompilationPhase, phase_fields
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace.set_compute import compute_dtypes
 from meshc.plan.expert_group_counts import groups_of
 
 
@@ -33,12 +35,13 @@ def capture(outset: CompilationPhase) -> TracedModel:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
     groups, experts = partial(groups_of, outset.plan, outset.sizes), ask.options.experts  # as many groups as the plan has
-    behind = bool(outset.plan.precisions)
+    behind = bool(outset.plan.formats)
     formed = formed_experts(ask.module, groups, experts.bound, rows_of((args, kwargs)), experts.limit, behind)
     with slice_layers(ask.module, outset.depth), formed:
+        computed = compute_dtypes(ask.module, captured_lines(outset.plan.computes, outset.depth), ask)
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
-            dynamic=opened, numbers=ask.numbers,
+            dynamic=opened, numbers=ask.numbers, computed=computed,
         )  # fmt: skip
     if ask.train:
         refuse_empty(model.inputs)

@@ -17,10 +17,12 @@ from meshc.ir import Record, is_getitem, record, records, set_record
 from meshc.ir.graph import call, placeholders, set_results
 from meshc.ir.keys import is_a
 from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers meshc::copies_of
+from meshc.passes.depth.slice_layers import slice_layers
 from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.count_experts import LAYOUT, PRODUCTS, count_experts
 from meshc.passes.trace.joint_graph import joint_graph, operator_and_place
+from meshc.passes.trace.set_compute import store_parameters
 from meshc.program.program import Port
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -28,7 +30,9 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 def differentiate(traced: TracedModel) -> TracedModel:
     model = traced.model
-    traced = replace(traced.with_notes(*model.notes), joint=joint_graph(model))
+    with slice_layers(traced.request.module, traced.depth):
+        joint = store_parameters(joint_graph(model), model.computed, traced.request.module, model.double)
+    traced = replace(traced.with_notes(*model.notes), joint=joint)
     if model.symbols is not None:
         dynamic, constraints = model.symbols.constraints(model.fake_mode.shape_env, traced.dynamic)
         traced = replace(traced, dynamic=dynamic, constraints=constraints)

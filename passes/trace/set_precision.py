@@ -40,11 +40,11 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 def set_precision(traced: TracedModel) -> TracedModel:
     """Rewrites the products that the plan's precision lines cover, in place; `precision` says which. Raises PlanError for lines that fit
     none of the model's products."""
-    if not traced.plan.precisions:
+    if not traced.plan.formats:
         return traced
     joint = traced.operators()
     products = WeightProducts(joint)
-    lines = captured_lines(traced.plan.precisions, traced.depth)
+    lines = captured_lines(traced.plan.formats, traced.depth)
     faults = faults_of_unused(lines, [product.module for product in products.all])
     refuse_faults("the plan does not fit this model", list(faults.values()))
     covered, notes = products.covered_by(lines, "precision")

@@ -35,6 +35,7 @@ from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.reference_compression import CompressedGradients
+from meshc.runtime.simulator.reference_dtypes import ReferenceDtypes
 from meshc.runtime.simulator.reference_formats import FewBits, Formats
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.reference_products import DecodedProducts
@@ -207,6 +208,7 @@ class Reference:
     compressed what the plan's compress line makes of gradients, if there is one
     stages     what its line about a pipeline makes of values that cross stages, likewise
     eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
+    dtypes     in which modules compute, as the plan's compute lines say
     scaler     torch's own, which scales the loss, divides gradients and skips steps
     """
 
@@ -225,6 +227,7 @@ class Reference:
     compressed: CompressedGradients | None = None
     eight_bits: bool = False
     stages: RoundedStages | None = None
+    dtypes: ReferenceDtypes | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, "cpu", enabled=False))
 
     @contextmanager
@@ -303,6 +306,8 @@ class Reference:
                 stack.enter_context(DecodedProducts())
             if self.stages is not None:
                 stack.enter_context(self.stages.watch())
+            if self.dtypes is not None:  # last, so that those above see the casts
+                stack.enter_context(self.dtypes.applied())
             yield
 
     def refine_gradients(self) -> None:

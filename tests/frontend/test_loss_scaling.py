@@ -199,3 +199,11 @@ def test_what_is_refused(tmp_path: Any) -> None:
         model = made()
         train = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), loss=lambda y: (y.mean(), {"skipped": y.sum()}))
         meshc.compile(train, meshc.Mesh("dp=2"), args=(torch.randn(4, 12),))
+
+
+@pytest.mark.parametrize("plan", ["dp_shard: batch; store params", "dp_shard: batch; store state", "dp_shard: batch\noffload state"])
+def test_updates_of_gathered_parameters_and_of_state_on_the_host(plan: str) -> None:
+    for training in KEPT[:2]:
+        program = step("dp_shard=2", plan, options=meshc.Options(training=training))
+        assert meshc.verify(program).ok and program.prove().holds
+        assert meshc.verify(step("dp_shard=2", plan, large=1e3, scaler=scaler(init_scale=OVER, backoff_factor=2.0**-60))).ok
