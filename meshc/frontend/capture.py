@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from meshc.errors import CaptureError
 from meshc.frontend import trace_errors
 from meshc.frontend.capture_patches import apply_capture_patches, settle_graph, traceable_model
-from meshc.frontend.compute_dtypes import ComputeDtypes, cast_inputs
+from meshc.frontend.compute_dtypes import AS_STORED, ComputeDtypes, cast_inputs
 from meshc.frontend.double_copy import double_by_default, wide_dtype, widen_casts
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.linalg_checks import settle_checks
@@ -103,7 +103,7 @@ class TorchGraph:
     double: bool = False
     reads: tuple[ReadPlace, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    computed: ComputeDtypes = ComputeDtypes()
+    computed: ComputeDtypes = AS_STORED
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -125,7 +125,7 @@ class JointGraph:
 
 @contextlib.contextmanager
 def fake_tensors(
-    module: nn.Module, mode: FakeTensorMode | None, double: bool = False, computed: ComputeDtypes = ComputeDtypes()
+    module: nn.Module, mode: FakeTensorMode | None, double: bool = False, computed: ComputeDtypes = AS_STORED
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
     """A context with fake CPU parameters and buffers of global shape in `module`; the originals are always put back. Without a mode the
     fake tensors are of the device meta.
@@ -190,7 +190,7 @@ def torch_graph(
     double: bool = False,
     dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
     numbers: Sequence[ReadPlace] = (),
-    computed: ComputeDtypes = ComputeDtypes(),
+    computed: ComputeDtypes = AS_STORED,
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
@@ -213,7 +213,8 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        fake_tensors(module, mode, double, computed) as (tensors, aliases), cast_inputs(module, computed.inputs), torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
+        fake_tensors(module, mode, double, computed) as (tensors, aliases), cast_inputs(module, computed.inputs),
+        torch.set_grad_enabled(grad), _dynamo_settings(), traceable_model(module),
         without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
@@ -231,7 +232,10 @@ def torch_graph(
         widen_casts(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
     kept = replace(seen, said=[])
-    traced = TorchGraph(*held, notes=tuple(notes), double=double, reads=reads, numbers=inputs_of_python.by_attribute, seen=kept, computed=computed)
+    by_attribute = inputs_of_python.by_attribute
+    traced = TorchGraph(
+        *held, notes=tuple(notes), double=double, reads=reads, numbers=by_attribute, seen=kept, computed=computed
+    )  # fmt: skip
     return _with_dynamic_sizes(traced, opened) if opened else traced
 
 

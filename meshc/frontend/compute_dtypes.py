@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ class ComputeDtypes:
     parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
     sums: Mapping[str, torch.dtype] = field(default_factory=dict)
     inputs: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+AS_STORED: Final = ComputeDtypes()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _read_compute(line: Line, pattern: str) -> ComputeLine:
         words[word] = dtype
         if word == "reduce" and dtype not in (words["compute"], "f32"):
             line.fail(
-                f"gradients are summed in the dtype in which they are computed, {words['compute']}, or in f32: rounded to fewer bits, a sum "
+                f"gradients are summed in the dtype in which they are computed, {words['compute']}, or in f32: in fewer bits a sum "
                 "would depend on the mesh; a `compress` line sends fewer and keeps what rounding loses",
                 start,
             )

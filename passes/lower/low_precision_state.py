@@ -55,8 +55,8 @@ def is_for_updates_only(node: Node) -> bool:
 
 
 def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
-    """Replaces each rounding to the stored form by one in place, and each update that may be skipped: just behind the update that `narrowed`
-    names for it, otherwise behind the last reader of the old value."""
+    """Replaces each rounding to the stored form, and each update that may be skipped, by one in place: just behind the update that
+    `narrowed` names for it, otherwise behind the last reader of the old value."""
     widened = {node for node in graph.nodes if node.target in WIDENS}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}

@@ -15,6 +15,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.zigzag_values import assign_zigzag
 from meshc.passes.trace import mean_of_parts
+from meshc.passes.trace.set_compute import notes_on_narrow_sums
 from meshc.program.program import Port, Stage
 
 SHARE = 0.5
@@ -47,6 +48,7 @@ def make_main_stage(placed: PlacedModel) -> LoweredProgram:
     assignment, once = assign_zigzag(placed.require_assignment(), joint.graph), gathers_once(placed, joint.inputs)
     partitioner = Partitioner(joint.graph, assignment, inputs, wants, cut, placed.traced.dynamic, once, guarded, late)
     stage = Stage("main", partitioner.build_graph(), tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
-    return LoweredProgram(
+    lowered = LoweredProgram(
         **phase_fields(placed), placed=placed, model=placed.traced.model, stages={"main": stage}, inputs=inputs, outputs=joint.outputs
     )
+    return lowered.with_notes(*notes_on_narrow_sums(stage.graph))

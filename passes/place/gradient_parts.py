@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 import torch
 from torch.fx import Node
@@ -19,9 +20,11 @@ from meshc.ir import Record, record
 from meshc.ir.functions import Function
 from meshc.ir.graph import call
 from meshc.ir.schemas import RESHAPES
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::widen_sum
 from meshc.passes.phases.factors import Factors
 
 aten = torch.ops.aten
+WIDENED: Final = torch.ops.meshc.widen_sum.default
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class GradientParts:
     def _passes(self, node: Node) -> bool:
         if node.target is aten.add.Tensor:
             return len(node.args) == 2 and not node.kwargs and len({record(one).shape for one in (node, *node.all_input_nodes)}) == 1
-        return node.target in (aten.t.default, aten.transpose.int, aten.permute.default, aten._to_copy.default, *RESHAPES)
+        return node.target in (aten.t.default, aten.transpose.int, aten.permute.default, aten._to_copy.default, WIDENED, *RESHAPES)
 
     def cut(self, product: Node) -> RowCut | str:
         """How the rows of a product are cut; why they are not, as text."""
@@ -109,6 +112,8 @@ class GradientParts:
         sources = [self.of(one) for one in node.args if isinstance(one, Node)]
         if node.target is aten.add.Tensor or node.target is aten._to_copy.default:
             return _emit(node, node.target, *sources, **node.kwargs)
+        if node.target is WIDENED:  # of parts the sum is taken as the compress line says
+            return _emit(node, aten._to_copy.default, *sources, dtype=node.args[1])
         if node.target in RESHAPES:
             return _emit(node, aten.reshape.default, sources[0], [self.parts, *record(node).shape])
         dims = len(record(node).shape)

@@ -117,13 +117,13 @@ Updated = tuple[Node, Mapping[str, Node]]
 def _skip_update(add: Appender, applies: Node, old: Updated, updated: Updated) -> tuple[Node, dict[str, Node]]:
     """The values after an update that may be skipped; those that are rounded as they are stored know it already (`kept_update`)."""
 
-    def kept(slot: str, before: Node, new: Node) -> Node:
+    def choose(slot: str, before: Node, new: Node) -> Node:
         if new is before or new.target in IN_PLACE or slot == MASTER:
             return new
         return add.call(meshc.update_if.default, before, new, applies)
 
-    state = {slot: kept(slot, old[1][slot], new) if slot in old[1] else new for slot, new in updated[1].items()}
-    return kept("", old[0], updated[0]), state
+    state = {slot: choose(slot, old[1][slot], new) if slot in old[1] else new for slot, new in updated[1].items()}
+    return choose("", old[0], updated[0]), state
 
 
 def _refine_results(traced: TracedModel) -> TracedModel:

@@ -304,7 +304,8 @@ def refuse_mixed(graph: Graph) -> None:
     if faults:
         raise CaptureError(
             "products of different dtypes, which torch does not compute:\n  " + "\n  ".join(faults[:4]) + "\n  "
-            "what to do: pass inputs of the parameters' dtype, cast (x.to(self.weight.dtype)), or compile under torch.autocast"
+            "what to do: pass inputs of the parameters' dtype, cast (x.to(self.weight.dtype)), or compile under torch.autocast;\n"
+            "  where a compute line of the plan names the module ahead of it, let one name this module too"
         )
 
 

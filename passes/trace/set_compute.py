@@ -19,18 +19,20 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.fx import Graph, Node
 
 from meshc.errors import PlanError, join_names
 from meshc.frontend.compute_dtypes import ComputeDtypes
 from meshc.frontend.double_copy import wide_dtype
-from meshc.ir import Record, Source, record, set_record
-from meshc.ir.graph import call, output_of, placeholders, set_results
+from meshc.ir import Record, Source, record, set_record, spmd
+from meshc.ir.graph import ancestors_of, call, output_of, placeholders, set_results
 from meshc.ir.likeness import like
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::widen_sum
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import Joint
 from meshc.plan.plan_faults import did_you_mean, refuse_faults
 from meshc.plan.precision_lines import DTYPES, ComputeLine
+from meshc.program.packing import is_view
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -148,6 +150,21 @@ def store_parameters(joint: Joint, computed: ComputeDtypes, module: nn.Module, d
         results.append(node)
     set_results(graph, results)
     return replace(joint, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def notes_on_narrow_sums(graph: Graph) -> list[str]:
+    """A note on gradients of a rank that are summed over ranks ahead of the cast which their line wants ahead of the sum."""
+
+    def passes(node: Node) -> bool:
+        return is_view(node) or node.target in (aten.add.Tensor, aten.clone.default)
+
+    found: dict[str, None] = {}
+    for widened in graph.find_nodes(op="call_function", target=meshc.widen_sum.default):
+        before = ancestors_of(widened.all_input_nodes, through=passes)
+        if any(node.target in (spmd.all_reduce, spmd.reduce_scatter) and node.args[1] != [spmd.MICROBATCH] for node in before):
+            found[record(widened).source.module or "the model itself"] = None
+    said = "precision: gradients of {} are summed over ranks in the dtype in which they are computed: the sum is read by more than them"
+    return [said.format(join_names([*found], 4))] if found else []
 
 
 def _module_of(parameter: str) -> Source:

@@ -307,7 +307,7 @@ class Reference:
             if self.stages is not None:
                 stack.enter_context(self.stages.watch())
             if self.dtypes is not None:  # last, so that those above see the casts
-                stack.enter_context(self.dtypes.applied())
+                stack.enter_context(self.dtypes.cast_parameters())
             yield
 
     def refine_gradients(self) -> None:

@@ -28,7 +28,7 @@ class ReferenceDtypes:
         self.entered = [path for path in self.dtypes if not path or said[path] != said[outer[path]]]
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def cast_parameters(self) -> Iterator[None]:
         """Parameters are the casts of themselves, through which gradients flow."""
         before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         flat: list[tuple[Any, list[Any]]] = []

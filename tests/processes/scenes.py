@@ -272,6 +272,7 @@ model.eval().requires_grad_(False)
 program, ids, rows = meshc.compile(model, mesh), ids[:2, :11], torch.tensor([1, 0])
 """, after="assert cache.get_seq_length() == 13 and cache.layers[0].keys.shape[0] == 4"),
     Scene("long-context.md", (0, 1), before=LLAMA),
+    Scene("mixed-precision.md", (0, 1)),
     Scene("precision.md", (0,), often=True),
     Scene("recurrences.md", (0,), before=STEP, after="""
 class Reads(torch.nn.Module):

@@ -120,6 +120,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_line(mesh: str, plan: str, ask
         program = step(mesh, f"{plan}\nprecision *: {words}", blocks(tied), **ask)
         found = sums(program)
         assert {dtype for dtype, _ in found} == wanted
+        assert not any("are summed over ranks" in note for note in program.lowered.notes)
 
 
 def test_modules_and_their_gradients_in_a_loop_of_ones_own() -> None:
@@ -144,7 +145,7 @@ def test_beside_autocast_formats_masks_scaling_and_state() -> None:
     """Autocast to the same dtype keeps norms in float32; formats round what products read, in the dtype in which they read it."""
     training = meshc.Options(training=meshc.Training(optimizer_state="bf16"))
     for more, ask in (
-        ("precision *: float8 row", {}), ("sparse blocks.*: 2:4", {}), ("", {"options": training, "kind": torch.optim.AdamW}),
+        ("precision *: float8 row", {}), ("sparse blocks.*: 2:4", {}), ("compress dp_shard: int8", {}), ("", {"options": training, "kind": torch.optim.AdamW}),
         ("", {"scaler": torch.amp.GradScaler("cpu")}),
     ):  # fmt: skip
         compute = "f16" if "scaler" in ask else "bf16"
@@ -168,8 +169,10 @@ def test_the_last_line_counts() -> None:
 def test_a_sum_in_fewer_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: reductions that may be taken ahead of the cast."""
     monkeypatch.setattr("meshc.passes.place.deferral.DeferredReductions._over", lambda self, instance, chosen, told: [])
-    found = sums(step("dp=2", f"dp: batch\n{ALL}, reduce f32"))
-    assert BF16 in {dtype for dtype, _ in found}
+    program = step("dp=2", f"dp: batch\n{ALL}, reduce f32")
+    assert BF16 in {dtype for dtype, _ in sums(program)}
+    (note,) = [note for note in program.lowered.notes if "are summed over ranks in the dtype in which they are computed" in note]
+    assert note.startswith("precision: gradients of ")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_a_sum_in_fewer_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         ("precision *: compute", "a dtype belongs here: bf16, f16, f32"),
         ("precision *: compute fp16", r"fp16 is no dtype \(did you mean f16\?\)"),
         ("precision *: compute bf16, sum f32", "behind the comma stands `reduce DTYPE` or `master DTYPE`"),
-        ("precision *: compute bf16, reduce f16", "or in f32: rounded to fewer bits, a sum would depend on the mesh"),
+        ("precision *: compute bf16, reduce f16", "or in f32: in fewer bits a sum would depend on the mesh"),
         ("precision *: compute f32, reduce bf16", "a `compress` line sends fewer"),
         ("precision *: compute bf16, reduce f32, reduce f32", "reduce is there twice"),
         ("precision *: compute bf16 f32", "a comma, and `reduce DTYPE`"),
@@ -201,3 +204,12 @@ def test_masters_and_ties() -> None:
         step("dp=2", "dp: batch\nprecision head: compute bf16", blocks(tied=True))
     text = "precision blocks.*: compute bf16, reduce f32, master f32"
     assert str(meshc.Plan(f"dp: batch\n{text}")) == f"dp: batch\n{text}"
+
+
+def test_a_module_that_no_line_names_and_that_gets_its_results() -> None:
+    class Head(nn.Sequential):
+        pass
+
+    model = Head(nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(meshc.CaptureError, match="(?s)products of different dtypes.*let one name this module too"):
+        meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), plan="dp: batch\nprecision 0: compute bf16")
