@@ -79,6 +79,7 @@ LAUNCHES = [
     ("edits", "dp=2", "numbers_of_wholes saved_as_plain"),
     ("verify", "tp=2", "train_step module wrong_program"),
     ("train_step", "dp=2", "scheduled recompiled another_batch microbatches full_disk partial_storage"),
+    ("mixed", "dp_shard=2", "equals_fsdp sends_fewer_bytes"),
     ("scaled", "dp_shard=2", "decided own_loop"),
     ("scaled", "pp=2", "decided"),
     ("savers", "tp=2", "warned_once save_pretrained"),
