@@ -58,6 +58,7 @@ class FewBits(TorchDispatchMode):
         """By memory, the parameters that it holds, or that were stacked in it."""
         for name, parameter in module.named_parameters():
             self.weights[memory_of(parameter)] = (name,)
+        self.stacks = {name for name, parameter in module.named_parameters() if parameter.dim() > 2}
         self.products: dict[int, _ForwardProduct] = {}
         """Products of forward by autograd's number."""
         self.read: dict[str, list[Tensor]] = {}
@@ -130,6 +131,8 @@ class FewBits(TorchDispatchMode):
         forms = self.formats.get(names[0], ())
         if not forms:
             return None
+        if names[0] in self.stacks and all(form == forms[0] for form in forms):
+            return forms[0]  # of a stack there may be a product for each of its matrices
         before = self.read.setdefault(names[0], [])
         if torch._C._current_graph_task_id() == -1:
             number = len(before)
