@@ -31,7 +31,7 @@ from meshc.ops.random import seed_step
 from meshc.ops.state_rounding import round_state
 from meshc.optimizer.optimizer import Optimizers, describe, numbers, parameters_of
 from meshc.optimizer.slots import fresh_copy
-from meshc.optimizer.spec import CODES, NON_FINITE, PART_ERRORS, SCALE, SUM_ERROR, OptimizerSpec
+from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
 from meshc.passes.driver.compile_program import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
@@ -58,6 +58,9 @@ ROUNDED: Final = (
     "the update, by gradients that are compressed: in less than double precision the order of a sum decides how an element is rounded\n"
     "  what to do: program.prove(), or verify a float32 copy of a model in 16 bits, whose arithmetic is double there"
 )
+
+SCALES: Final = ("meshc.block_scale", "meshc.peak_of", "meshc.scale_of_history", "meshc.next_history")
+"""Operators whose results are float32 whatever the model computes in."""
 
 Inputs: TypeAlias = Mapping[str, object] | Sequence[object] | None
 
@@ -299,13 +302,10 @@ def _arithmetic_dtypes(factors: Factors) -> set[torch.dtype]:
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
 
-PEAKS: Final = "meshc.block_scale"
-"""Its results are float32 whatever it reads, as other scales are."""
-
-
 def _in_single(factors: Factors) -> Iterator[str]:
     for node, found in factors.instances.items():
-        if found.rule.kind != "layout" and op_name(node) != PEAKS and any(one.dtype == torch.float32 for one in records(node)):
+        single = any(one.dtype == torch.float32 for one in records(node))
+        if single and found.rule.kind != "layout" and op_name(node) not in SCALES:
             yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
 
 
@@ -354,9 +354,8 @@ def verify_update(
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
     def state(port: Port) -> torch.Tensor:
-        if port.name.endswith((PART_ERRORS, SUM_ERROR, NON_FINITE)):
-            return torch.zeros(port.shape, dtype=port.dtype)
-        return slots[port.name].initial(mine[port.of].detach())
+        slot = slots.get(port.name)
+        return torch.zeros(port.shape, dtype=port.dtype) if slot is None else slot.initial(mine[port.of].detach())
 
     def keep(step: int) -> None:
         """State in fewer bits: rounded by the draws that the program rounds it by."""

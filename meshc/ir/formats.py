@@ -18,6 +18,7 @@ WHOLE: Final = 0
 
 Role = Literal["weight", "activation", "gradient"]
 """What an operand of a product is: a weight, a value of forward, or a gradient of such a value."""
+ROLES: Final[tuple[Role, ...]] = ("weight", "activation", "gradient")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Format:
     high      products that are computed as the model has them: "weight gradient"
     by_row    the gradient of a weight is made of the rows that forward has rounded, and of gradients as they are: of experts, whose rows
               have scales of their own
+    random    gradients are rounded up or down by a draw, with the probability of the distance from the other neighbour
+    history   number of steps before, of whose largest magnitudes scales are made; 0: of what is rounded itself
     """
 
     name: str
@@ -72,30 +75,44 @@ class Format:
     two: bool = False
     high: frozenset[str] = frozenset()
     by_row: bool = False
+    history: int = 0
+    random: bool = False
 
     @property
     def is_scaled(self) -> bool:
         return ELEMENTS[self.element].largest > 0
 
 
-_EACH: Final[Mapping[Role, int]] = {"weight": 1, "activation": 1, "gradient": 1}
-_ALL: Final[Mapping[Role, int]] = dict.fromkeys(_EACH, WHOLE)
+_EACH: Final[Mapping[Role, int]] = dict.fromkeys(ROLES, 1)
+_ALL: Final[Mapping[Role, int]] = dict.fromkeys(ROLES, WHOLE)
 WEIGHT_GRADIENT: Final = "weight gradient"
 
 _TABLE: Final = (
     Format("float8 tensor", "e4m3", "e5m2", WHOLE, _ALL),
+    Format("float8 tensor, delayed", "e4m3", "e5m2", WHOLE, _ALL, history=16),
     Format("float8 row", "e4m3", "e4m3", WHOLE, _EACH, rounded="down"),
     Format("float8 row, gradients in bf16", "e4m3", "e4m3", WHOLE, _EACH, rounded="down", high=frozenset({WEIGHT_GRADIENT})),
+    Format("float8 row, stochastic gradients", "e4m3", "e4m3", WHOLE, _EACH, rounded="down", random=True),
     Format("float8 block", "e4m3", "e4m3", 128, {**_EACH, "weight": 128}),
     Format("float8 mx", "e4m3", "e4m3", 32, _EACH, rounded="ocp"),
     Format("nvfp4", "e2m1", "e2m1", 16, _EACH, two=True),
+    Format("nvfp4, stochastic gradients", "e2m1", "e2m1", 16, _EACH, two=True, random=True),
     Format("int8 row", "int8", "int8", WHOLE, _EACH),
     Format("bf16", "bf16", "bf16", WHOLE, _ALL),
 )
+
+
+def draw_name(parameter: str, sums_features: bool) -> str:
+    """The name of the draws by which a gradient is rounded, for the gradient of what goes in, or that of the weight."""
+    return f"{parameter}/meshc.gradient" if sums_features else f"{parameter}/meshc.weight_gradient"
+
+
 FORMATS: Final[Mapping[str, Format]] = {each.name: each for each in _TABLE}
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
-also in what is rounded when, and in that scales of rows are powers of two; block is DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is
-MXFP8 of OCP Microscaling Formats, version 1.0; nvfp4 as in torchao/prototype/mx_formats/nvfp4_tensor.py.)"""
+also in what is rounded when, and in that scales of rows are powers of two; delayed is Transformer Engine's `DelayedScaling` in its hybrid
+format, transformer_engine/common/recipe, with a history of 16 steps, as torchao's delayed scales had, where theirs has 1024; block is
+DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0; nvfp4 as in
+torchao/prototype/mx_formats/nvfp4_tensor.py, with stochastic gradients as in arXiv 2509.25149.)"""
 
 SIGN: Final = "sign"
 COMPRESSED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "e4m3", SIGN: ""}

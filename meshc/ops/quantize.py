@@ -3,8 +3,11 @@
     scale = meshc.scale_of(x [.., k], [1], "e4m3", "")              float32: what brings the largest magnitude along the dims to 448
     q = meshc.quantize(x, scale, "e4m3")                            x * scale, clamped to the largest, and rounded to nearest
     y = meshc.scaled_mm(q, r, scale, scale_r, bfloat16)             (q / scale) @ (r / scale_r), summed in float32
+    q = meshc.quantize_by_draw(x, scale, "e4m3", seed_step, name, global_shape, local_shape, offsets)     up or down, by a draw
     x = meshc.dequantize(q, scale, bfloat16)                        q / scale
     scale = meshc.scale_in_units(scale, unit)                       whose inverse is an e4m3 number times the inverse of the unit
+    scale = meshc.scale_of_history(peaks [16], 2, "e4m3")           by the largest magnitudes of the steps before; next to it
+    peaks = meshc.next_history(peaks, meshc.peak_of(x, [0, 1]))     with that of x in front, without the last
 
 In padding a scale may be anything: a zero is rounded to zero whatever the scale, and the inverse of a scale of 0 counts as 0, so that
 what is padded adds nothing to a sum.
@@ -17,13 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from meshc.ir.formats import ELEMENTS
+from meshc.ops import philox
 from meshc.ops.definition import misfit, operator
+from meshc.ops.state_rounding import call_named
+from meshc.ops.tile import tile_of
 
 LEAST = 1e-12
 """Magnitude below which a scale grows no further: zeros have a finite scale."""
@@ -60,6 +66,45 @@ def scale_of(x: Tensor, dims: list[int], element: str, rounded: str) -> Tensor:
     return scale
 
 
+def _check_peak(x: Tensor, dims: list[int]) -> None:
+    if not x.is_floating_point() or not all(0 <= dim < x.dim() for dim in dims):
+        raise misfit("peak_of", f"dims {dims} are those of floating-point values, from 0", x=x)
+
+
+@operator("peak_of", _scale_shape, _check_peak)
+def peak_of(x: Tensor, dims: list[int]) -> Tensor:
+    """float32, of x's shape with 1 along `dims`: the largest magnitude along these; infinity where one is not finite."""
+    if not x.numel():
+        return x.new_zeros(_scale_shape(x, dims).shape, dtype=torch.float32)
+    return torch.nan_to_num(x.abs().amax(dims, keepdim=True).to(torch.float32), nan=torch.inf, posinf=torch.inf)
+
+
+def _check_history(history: Tensor, dims: int, element: str) -> None:
+    _check_element(element, history)
+    if history.dtype != torch.float32 or history.dim() != 1 or not history.numel() or dims < 0:
+        raise misfit("scale_of_history", "a history is float32 [steps]", history=history)
+
+
+@operator("scale_of_history", lambda history, dims: history.new_empty([1] * dims), _check_history)
+def scale_of_history(history: Tensor, dims: int, element: str) -> Tensor:
+    """float32 [1, ..] of so many dims: the largest of the element type by the largest of the history; 1 while that is zero."""
+    peak = history.amax()
+    scale = (ELEMENTS[element].largest / peak.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
+    return torch.where(peak == 0, 1.0, scale).reshape([1] * dims)
+
+
+def _check_next(history: Tensor, peak: Tensor) -> None:
+    if history.dtype != torch.float32 or history.dim() != 1 or not history.numel() or peak.dtype != torch.float32 or peak.numel() != 1:
+        raise misfit("next_history", "a history is float32 [steps], a peak one float32 number", history=history, peak=peak)
+
+
+@operator("next_history", "history", _check_next)
+def next_history(history: Tensor, peak: Tensor) -> Tensor:
+    """Of history's shape: the peak in front, as zero where it is not finite, and the history without its last step."""
+    first = torch.where(peak.isfinite(), peak, 0.0).reshape(1)
+    return torch.cat([first, history[:-1]])
+
+
 def _check_scale(x: Tensor, scale: Tensor, element: str) -> None:
     _check_element(element, x)
     if scale.dtype != torch.float32 or scale.dim() != x.dim() or any(s not in (1, n) for s, n in zip(scale.shape, x.shape, strict=True)):
@@ -80,6 +125,43 @@ def _round_e2m1(x: Tensor) -> Tensor:
     """To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, of two to that with an even last bit."""
     step = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=1.0)))) / 2
     return (x / step).round() * step
+
+
+_PARTS: Final = {"e4m3": (3, -6), "e5m2": (2, -14), "e2m1": (1, 0), "int8": (0, 0)}
+"""Of element types, bits behind the leading one, and the exponent of the smallest numbers with one; integers are a step apart."""
+
+
+def _check_drawn(
+    x: Tensor, scale: Tensor, element: str, seed_step: Tensor, global_shape: Sequence[int], local_shape: Sequence[int],
+    offsets: Sequence[int],
+) -> None:  # fmt: skip
+    _check_scale(x, scale, element)
+    fits = len(global_shape) == len(local_shape) == len(offsets) and prod(local_shape) == x.numel()
+    if element not in _PARTS or not fits or seed_step.dtype != torch.int64 or seed_step.shape != (2,) or seed_step.device != x.device:
+        rule = "seed_step is int64 [2], where x is, and the tile has as many elements as x"
+        raise misfit("quantize_by_draw", rule, x=x, seed_step=seed_step)
+
+
+@operator(
+    "quantize_by_draw", lambda x, element: torch.empty_like(x, dtype=ELEMENTS[element].dtype), _check_drawn,
+    schema="(Tensor x, Tensor scale, str element, Tensor seed_step, str name, SymInt[] global_shape, SymInt[] local_shape, "
+    "SymInt[] offsets) -> Tensor",
+)  # fmt: skip
+def quantize_by_draw(
+    x: Tensor, scale: Tensor, element: str, seed_step: Tensor, name: str, global_shape: Sequence[int], local_shape: Sequence[int],
+    offsets: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """Of x's shape: x * scale, clamped, rounded to the upper of its two neighbours where its distance from the lower, in units of that of
+    the two, is more than the draw for its element, a float32 uniform of the call of this name (docs/randomness.md)."""
+    to, computed = ELEMENTS[element], _arithmetic_dtype(x)
+    scaled = torch.where(x == 0, 0.0, x.to(computed) * scale).clamp(-to.largest, to.largest)
+    drawn = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    philox.draw("uniform32", tile_of(global_shape, local_shape, offsets), drawn, seed_step=seed_step, call=call_named(name))
+    bits, least = _PARTS[element]
+    exponent = (torch.frexp(scaled).exponent - 1).clamp(min=least) if element != "int8" else torch.zeros_like(scaled, dtype=torch.int32)
+    step = torch.ldexp(torch.ones_like(scaled), exponent - bits)
+    lower = torch.floor(scaled / step)
+    return ((lower + (scaled / step - lower > drawn)) * step).to(to.dtype)
 
 
 def _arithmetic_dtype(x: Tensor) -> torch.dtype:

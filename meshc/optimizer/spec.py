@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from meshc.errors import StateError
+from meshc.ir.formats import ROLES, Role
 from meshc.ir.functions import Function
 from meshc.ops.block_codes import BLOCK, code_of, scale_shape
 from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
@@ -49,6 +50,14 @@ SUM_ERROR = HIDDEN + "sum_error"
 
 NON_FINITE = HIDDEN + "non_finite"
 """Above 0 if the gradient of the last step had an infinity or a NaN, where the loss is scaled."""
+MASK = HIDDEN + "mask"
+"""Which entries of the parameter products read, where the plan makes this anew every so many steps."""
+
+MASK_STEPS = HIDDEN + "mask_steps"
+"""The number of steps that have been done with such masks."""
+
+PEAKS: Final[Mapping[Role, str]] = {role: f"{HIDDEN}{role}_peaks" for role in ROLES}
+"""The largest magnitudes of an operand of the parameter's product in the steps before, the last one first, where scales are delayed."""
 
 KEPT: Final = ("bf16", "8bit")
 """Formats in fewer bits in which optimizer state may be stored."""

@@ -5,6 +5,7 @@
     sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
     sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
     sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
+    sparse model.layers.*: 2:4, every 10     which are the largest is decided anew every 10 steps, with `until 1000` up to that step
     compress dp: int8                        gradients over an axis of data in fewer bits (docs/compressed-gradients.md)
     compress dp: sign of 4 parts             the batch is cut in 4 parts, whatever the axis's size
 """
@@ -58,15 +59,20 @@ class SparseLine(ProductLine):
 
     decay  times a weight that is not read is added to its gradient
     fixed  weights that are not read have no gradient, and are zero from the first step on
+    every  the number of steps after which masks are made anew; 0: wherever a product reads the weight
+    until  the last step before which they are; None: all
     """
 
     n: int
     m: int
     decay: float = DECAY
     fixed: bool = False
+    every: int = 0
+    until: int | None = None
 
     def __str__(self) -> str:
-        more = ", fixed" if self.fixed else f", decay {self.decay!r}" if self.decay != DECAY else ""
+        more = f", every {self.every}" * bool(self.every) + ("" if self.until is None else f" until {self.until}")
+        more += ", fixed" if self.fixed else f", decay {self.decay!r}" if self.decay != DECAY else ""
         return f"sparse {self.pattern}: {self.n}:{self.m}{more}"
 
 
@@ -141,20 +147,32 @@ def read_sparse_line(line: Line) -> SparseLine:
     n, m = map(int, written.split(":"))
     if not 0 < n < m <= MOST_IN_GROUP:
         line.fail(f"{n}:{m} leaves {n} of {m} weights: from 1 to {MOST_IN_GROUP - 1} are left of more, {MOST_IN_GROUP} at most", start)
-    decay, fixed = DECAY, False
-    if line.accept(","):
-        start = line.at
-        if line.accept(r"every\b") is not None:
-            line.fail("masks are made anew in every step, which needs no word, or are `fixed`; there is no other period", start)
-        fixed = line.accept(r"fixed\b") is not None
+    decay, fixed, every, until = DECAY, False, 0, None
+    comma = line.accept(",")
+    if comma and line.accept(r"every\b") is not None:
+        every = _read_count(line, "steps after which masks are made anew", 1)
+        if line.accept(r"until\b") is not None:
+            until = _read_count(line, "the step from which masks stay as they are", 0)
+        comma = line.accept(",")
+    if comma:
+        fixed = not every and line.accept(r"fixed\b") is not None
         if not fixed:
-            line.expect(r"decay\b", "behind the comma stands `decay NUMBER`, or `fixed`: what weights do that are not read")
+            others = "" if every else ", `every COUNT`, or `fixed`: when masks are made anew, and what weights do that are not read"
+            line.expect(r"decay\b", f"behind the comma stands `decay NUMBER`{others}")
             start = line.at
             decay = float(line.expect(NUMBER, f"a decay is a number from 0 on, such as {DECAY!r}"))
             if decay == float("inf"):
                 line.fail("this number is too large", start)
-    line.expect_end("a sparse line ends after `decay NUMBER` or `fixed`")
-    return SparseLine(pattern, n, m, decay, fixed)
+    line.expect_end("a sparse line ends after `every COUNT`, `until STEP`, `decay NUMBER` or `fixed`")
+    return SparseLine(pattern, n, m, decay, fixed, every, until)
+
+
+def _read_count(line: Line, what: str, least: int) -> int:
+    start = line.at
+    count = int(line.expect(r"\d{1,9}", f"a number belongs here: {what}, as in `2:4, every 10 until 1000`"))
+    if count < least:
+        line.fail(f"{count} is too small a number of {what}", start)
+    return count
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ ROUNDING = {meshc.scale_of.default, meshc.scale_in_units.default, meshc.quantize
 """Operators that make of a value what is gathered in its place, in fewer bits."""
 PREPARATION = {
     aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    spmd.shard, spmd.mask, meshc.keep_largest.default, *ROUNDING,
+    spmd.shard, spmd.mask, meshc.keep_largest.default, meshc.keep_masked.default, *ROUNDING,
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def _element(x: Node, stored: bool) -> str:
     found = NAMES.get(ir.record(x).dtype, "")
     while x.op == "call_function" and ir.is_tensor(x):
         name = ir.op_name(x).partition(".")[2].partition(".")[0]
-        if name == "quantize":
+        if name in ("quantize", "quantize_by_draw"):
             return str(x.args[2])
         if ir.record(x).dtype in NAMES and not stored:
             return NAMES[ir.record(x).dtype]

@@ -18,7 +18,10 @@ from meshc.program.program import PlainProgram
 from meshc.report.tables import seconds_text, table
 
 ours = torch.ops.meshc
-ROUNDING = (ours.scale_of.default, ours.scale_in_units.default, ours.quantize.default, ours.dequantize.default)
+ROUNDING = tuple(
+    getattr(ours, name).default
+    for name in ("scale_of", "scale_in_units", "peak_of", "scale_of_history", "quantize", "quantize_by_draw", "dequantize")
+)
 HEADERS = ["products of", "in", "of", "times", "runs as", "takes", "in bf16"]
 
 

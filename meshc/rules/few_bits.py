@@ -8,6 +8,8 @@ Rules of torch's own products of scaled values are in `torch_scaled.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from meshc.ir.schemas import named_arguments
@@ -20,11 +22,19 @@ from meshc.rules.rule import ONE, Dims, Rule, broadcast_dims, dims_of, einsum, l
 
 
 def _scale_of(node: Node, tensors: list[Node]) -> Rule:
+    return replace(_extreme(node, tensors, "min"), kind="layout", settles=True, shrinks=True)
+
+
+def _peak_of(node: Node, tensors: list[Node]) -> Rule:
+    return _extreme(node, tensors, "max")
+
+
+def _extreme(node: Node, tensors: list[Node], reduction: str) -> Rule:
     letters = dims_of("d", shape_of(tensors[0]))
     gone = [letters[dim] for dim in named_arguments(node)["dims"]]
     out = tuple(ONE if letter in gone else letter for letter in letters)
-    sums = {letter: "min" for letter in gone if letter != ONE}
-    return Rule((letters,), (out,), (sums,), kind="layout", settles=True, shrinks=True, neutral=0.0)
+    sums = {letter: reduction for letter in gone if letter != ONE}
+    return Rule((letters,), (out,), (sums,), kind="carry", neutral=0.0)
 
 
 def _scaled_rule(node: Node, tensors: list[Node], shrinks: bool) -> Rule:
@@ -38,8 +48,26 @@ def _in_units(node: Node, tensors: list[Node]) -> Rule:
     return pointwise(node, tensors, kind="layout", settles=True)
 
 
+def _scale_of_history(node: Node, tensors: list[Node]) -> Rule:
+    return Rule((("t",),), ((ONE,) * named_arguments(node)["dims"],), whole={"t"})
+
+
+def _next_history(node: Node, tensors: list[Node]) -> Rule:
+    return Rule((("t",), (ONE,) * len(shape_of(tensors[1]))), (("t",),), whole={"t"}, kind="update")
+
+
 def _quantize(node: Node, tensors: list[Node]) -> Rule:
     return _scaled_rule(node, tensors, shrinks=True)
+
+
+def _quantize_by_draw(node: Node, tensors: list[Node]) -> Rule:
+    """By global index, so that any factor may be split."""
+    letters: Dims = letters_of(tensors[0])
+    scale = tuple(ONE if size == 1 else letter for size, letter in zip(shape_of(tensors[1]), letters, strict=True))
+    return Rule(
+        (letters, scale, ("_seed",)), (letters,), whole={"_seed"}, kind="layout", settles=True, shrinks=True,
+        lower=lambda local: local.call(*local.operands, **local.tile(letters)),
+    )  # fmt: skip
 
 
 def _dequantize(node: Node, tensors: list[Node]) -> Rule:
@@ -97,7 +125,11 @@ OPERATORS = declarations({
     "meshc.pack_signs": Operator(_pack_signs),
     "meshc.unpack_signs": Operator(_unpack_signs),
     "meshc.scale_of": Operator(_scale_of, one_pass=True, cheap=True),
+    "meshc.peak_of": Operator(_peak_of, one_pass=True, cheap=True),
+    "meshc.scale_of_history": Operator(_scale_of_history, cheap=True),
+    "meshc.next_history": Operator(_next_history),
     "meshc.quantize": Operator(_quantize, cheap=True),
+    "meshc.quantize_by_draw": Operator(_quantize_by_draw, cheap=True),
     "meshc.dequantize": Operator(_dequantize, cheap=True),
     "meshc.scale_in_units": Operator(_in_units, cheap=True),
     "meshc.scaled_mm": Operator(_scaled_mm, flops=_product_flops),

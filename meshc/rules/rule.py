@@ -110,7 +110,8 @@ class Turns:
 class Rule:
     """Letters of one operator instance.
 
-    kind     compute: shards its letters by the plan; layout: computes nothing, has no preference; carry: keeps a split that operands share
+    kind     compute: shards its letters by the plan; layout: computes nothing, has no preference; carry: keeps a split that operands share;
+             update: as the state of its parameter is stored; stored: as the parameter itself is
     sums     for each result, letters whose sharding leaves that result partial, with the reduction; (): there are none
     whole    letters that may not be sharded
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import KEY, has_record, is_getitem, is_integer, record, records, set_record, spmd, update, value_of
+from meshc.ir import KEY, has_record, is_getitem, is_integer, phase_of, record, records, set_record, spmd, update, value_of
 from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
@@ -35,6 +35,8 @@ def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     held = [port for port in lowered.inputs if port.kind == "state"]
     _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
     (stage,) = lowered.stages.values()
+    ahead = {key for node, key in stage.keys().items() if any(phase_of(user) != "update" for user in node.users if user.op != "output")}
+    held = [port for port in held if port.key not in ahead]  # masks and scales, which forward reads, stay
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
     _offload(stage, said)
     if updated := {key: str(line) for key, line in said.items() if line.update}:

@@ -79,8 +79,8 @@ def compress_gradients(traced: TracedModel) -> TracedModel:
     set_results(joint.graph, [*results, *(node for _, node in write.outputs)])
     joint.graph.eliminate_dead_code()
     joint = replace(
-        joint, inputs=(*joint.inputs, *write.inputs), outputs=(*outputs, *(port for port, _ in write.outputs)), updates=write.updates,
-        compressed=write.compressed,
+        joint, inputs=(*joint.inputs, *write.inputs), outputs=(*outputs, *(port for port, _ in write.outputs)),
+        updates={**joint.updates, **write.updates}, compressed=write.compressed,
     )  # fmt: skip
     notes = [f"{line}: {join_names(names, 4)} {'is' if len(names) == 1 else 'are'} summed as usual: {text}" for text, names in why.items()]
     cuts = {whole: found for name, found in write.cuts.items() for whole in whole_names(traced.depth, name)}

@@ -14,7 +14,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
-from meshc.optimizer.spec import PART_ERRORS, SUM_ERROR
+from meshc.optimizer.spec import MASK, PART_ERRORS, SUM_ERROR
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import CompressionSide
@@ -57,8 +57,9 @@ def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
         side = CompressionSide(placed.plan.gradient_compressions[0].axis, home=slot == SUM_ERROR)
         return error_storage(whole, decided.storage[port.of, "state"], side, placed.sizes)
     if port.kind == "state":
+        stored = "parameter" if port.name == f"{port.of}/{MASK}" else "state"
         dims, parameter = placed.factors.dims, placed.joint.placeholders()[key_of("parameter", port.of)]
-        return state_storage(whole, dims[node, 0], decided.storage[port.of, "state"], dims[parameter, 0])
+        return state_storage(whole, dims[node, 0], decided.storage[port.of, stored], dims[parameter, 0])
     if port.kind == "input":
         return decided.given.get((node, 0)) or whole
     return whole

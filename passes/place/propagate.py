@@ -182,7 +182,8 @@ class Propagator:
             if (side := self.compressed.get(instance.node)) is not None:
                 classes = self.factors.dims[self.parameter(name), 0]
                 return where_compressed(instance, side, self.storage(name, "state"), classes, self.sizes, self.parts), {}
-            return where_stored(instance, self.storage(name, "state"), self.factors.dims[self.parameter(name), 0]), {}
+            kind = "parameter" if instance.kind == "stored" else "state"
+            return where_stored(instance, self.storage(name, kind), self.factors.dims[self.parameter(name), 0]), {}
         return self.decide(instance, self.directive(instance.node))
 
     def directive(self, node: Node) -> Directive:

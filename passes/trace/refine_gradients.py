@@ -17,6 +17,7 @@ from torch.fx import Node
 from meshc.ir import record
 from meshc.ir import update as set_reason
 from meshc.ops import sparsity as _sparsity  # noqa: F401 - registers its operators
+from meshc.optimizer.spec import MASK
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import SparseWeight, TracedModel
 from meshc.passes.trace.appender import Appender
@@ -31,11 +32,14 @@ def sparse_weight_of(traced: TracedModel, name: str) -> SparseWeight | None:
 
 class SparseGradients:
     """Writes into the graph of `add`. `masks`: by parameter whose mask is fixed, which of its entries products read; the gradient is made
-    of it, so that it is made of the parameter's old value wherever an update writes in place."""
+    of it, so that it is made of the parameter's old value wherever an update writes in place. `kept`: by parameter, this step's mask where
+    it is state."""
 
     def __init__(self, add: Appender, traced: TracedModel) -> None:
         self.add, self.traced = add, traced
         self.masks: dict[str, Node] = {}
+        joint = traced.operators()
+        self.kept = {port.of: node for port, node in zip(joint.outputs, joint.results(), strict=True) if port.name.endswith(f"/{MASK}")}
 
     def refine(self, name: str, parameter: Node, gradient: Node) -> Node:
         """The gradient with the decay of its parameter's line, or masked."""
@@ -44,6 +48,9 @@ class SparseGradients:
             return gradient
         before, (line, dim), shape = len(self.add.made), (weight.line, weight.dim), record(parameter).shape
         groups = [*shape[:dim], shape[dim] // line.m, line.m, *shape[dim + 1 :]]
+        if name in self.kept:
+            left = self.add.call(aten.where.ScalarOther, self.add.call(aten.logical_not.default, self.kept[name]), parameter, 0.0)
+            return self.add.call(aten.add.Tensor, gradient, left, alpha=line.decay)
         apart = [self.add.call(aten.reshape.default, value, groups) for value in ([parameter] if line.fixed else [gradient, parameter])]
         if line.fixed:
             mask = self.add.call(meshc.is_largest.default, *apart, line.n, dim + 1)

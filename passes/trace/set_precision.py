@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.ir import Record, record
-from meshc.ir.formats import ELEMENTS, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role
+from meshc.ir.formats import ELEMENTS, FORMATS, WEIGHT_GRADIENT, WHOLE, Format, Role, draw_name
 from meshc.ir.functions import Function
 from meshc.ir.graph import call
 from meshc.ir.schemas import named_arguments
@@ -29,7 +30,9 @@ from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operat
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace.delayed_scales import PeakHistories, why_no_history
 from meshc.passes.trace.round_before_dispatch import round_before_dispatch
+from meshc.passes.trace.step_state import refuse_without_steps
 from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of, faults_of_unused
 from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.precision_lines import PrecisionLine
@@ -47,26 +50,34 @@ def set_precision(traced: TracedModel) -> TracedModel:
     lines = captured_lines(traced.plan.formats, traced.depth)
     faults = faults_of_unused(lines, [product.module for product in products.all])
     refuse_faults("the plan does not fit this model", list(faults.values()))
+    for line in lines:
+        if FORMATS[line.format].history:
+            plain = f"`{line.format.partition(',')[0]}`, whose scales are of what is rounded"
+            refuse_without_steps(traced, line.where, f"scales of `{line.format}` are made", plain)
     covered, notes = products.covered_by(lines, "precision")
-    chosen, misfits = _fitting(covered)
-    notes += misfits + _batch_notes(traced, lines, [form for _, form in chosen])
-    operands: dict[Node, tuple[Format, list[Role]]] = {}
+    chosen, misfits = _fitting(traced, covered, products.all)
+    forms = [form for _, form in chosen]
+    notes += misfits + _batch_notes(traced, lines, forms)
+    operands: dict[Node, tuple[Format, list[Role], str]] = {}
     rows: dict[Node, tuple[Format, int]] = {}
     for product, form in chosen:
-        operands[product.node] = form, _roles("activation", product.weight, "weight")
+        name = product.parameters[0]
+        operands[product.node] = form, _roles("activation", product.weight, "weight"), name
         for node, gradient, what in products.backward_of(product):
             if what == WEIGHT_GRADIENT and form.by_row:
                 rows[node] = form, 1 - gradient
             elif what not in form.high:
-                operands[node] = form, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient")
-    write = ProductWriter(joint.graph)
+                operands[node] = form, _roles("activation" if what == WEIGHT_GRADIENT else "weight", gradient, "gradient"), name
+    histories = PeakHistories(joint)
+    write = ProductWriter(joint.graph, histories)
     for node in [node for node in joint.graph.nodes if node in operands]:
         write.replace(node, *operands[node])
     for node, (form, place) in rows.items():
         write.round_rows(node, form, place)
+    traced = replace(traced.with_notes(*notes), joint=histories.write_results())
     joint.graph.eliminate_dead_code()
     round_before_dispatch(joint.graph)
-    return replace(traced.with_notes(*notes), precision=_formats(traced, products, {product.node: form for product, form in chosen}))
+    return replace(traced, precision=_formats(traced, products, {product.node: form for product, form in chosen}))
 
 
 def _formats(traced: TracedModel, products: WeightProducts, chosen: Mapping[Node, Format]) -> dict[str, tuple[Format | None, ...]]:
@@ -78,12 +89,14 @@ def _formats(traced: TracedModel, products: WeightProducts, chosen: Mapping[Node
     return {whole: tuple(forms) for name, forms in found.items() if any(forms) for whole in whole_names(traced.depth, name)}
 
 
-def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:
+def _fitting(
+    traced: TracedModel, products: Sequence[tuple[WeightProduct, PrecisionLine]], among: Sequence[WeightProduct]
+) -> tuple[list[tuple[WeightProduct, Format]], list[str]]:
     """The products whose sizes fit their format, with it, and notes on the others, and on what stays as it is of these."""
     chosen, notes = [], dict[str, None]()
     for product, line in products:
         form, where = FORMATS[line.format], product.where
-        why = _misfit(product, form)
+        why = _misfit(product, form) or (why_no_history(traced, product, among) if form.history else "")
         if why:
             notes[f"precision: {where} stays as it is: {why}"] = None
             continue
@@ -100,13 +113,16 @@ def _fitting(products: Sequence[tuple[WeightProduct, PrecisionLine]]) -> tuple[l
 def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Sequence[Format]) -> list[str]:
     """A note on scales that go along the batch that comes in microbatches. Raises PlanError in a pipeline, of which no stage has it."""
     request = traced.request
-    whole = [form for form in forms if form.is_scaled and form.along == WHOLE and not form.by_row]
+    made_now = [form for form in forms if form.is_scaled and not form.history]
+    whole = [form for form in made_now if form.along == WHOLE and not form.by_row]
     along = {form.name for form in whole if WEIGHT_GRADIENT not in form.high}
-    along |= {form.name for form in forms if form.two}
+    along |= {form.name for form in made_now if form.two}
     if traced.parts is not None or request.count == 1 or not along or not request.grad:
         return []
     said = "scales that go along the batch (of a tensor, and of rows in gradients of weights)"
-    others = "`float8 row, gradients in bf16` and `float8 block` have none" + ', or TrainStep(batch_mix="mean_of_parts")' * request.train
+    others = "`float8 row, gradients in bf16` and `float8 block` have none"
+    if request.train:
+        others += ", `float8 tensor, delayed` knows them before, or TrainStep(batch_mix=\"mean_of_parts\")"
     if traced.mesh.pipeline_axis is not None:
         faults = [f"{line.where}: {said} need all microbatches at once, of which a stage has one at a time; {others}" for line in lines
                   if line.format in along]  # fmt: skip
@@ -118,6 +134,8 @@ def _misfit(product: WeightProduct, form: Format) -> str:
     """Why a format does not fit a product; "" if it does."""
     if product.is_of_runs and form.is_scaled and (form.across["activation"] != 1 or form.two):
         return f"the rows of each expert would need scales of their own, which {form.name} has of all; a scale for each row fits"
+    if form.random and (product.is_of_runs or PRODUCTS[product.node.target]):
+        return "draws are numbered for products of two matrices, and it has a batch of them"
     if form.along == WHOLE:
         return ""
     sizes = [*record(factors_of(product.node)[product.weight]).shape[-2:], record(product.node).shape[-2]]
@@ -140,12 +158,13 @@ class _ScaledOperand:
 class ProductWriter:
     """Writes products in few bits in the place of others. An operand that two products read in one form is rounded once."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, histories: PeakHistories) -> None:
+        self.graph, self.histories = graph, histories
         self._made: dict[object, _ScaledOperand] = {}
 
-    def replace(self, node: Node, form: Format, roles: Sequence[Role]) -> None:
-        """Products are replaced in the order of the graph. `roles`: what the two factors are."""
+    def replace(self, node: Node, form: Format, roles: Sequence[Role], name: str) -> None:
+        """Products are replaced in the order of the graph. `roles`: what the two factors are; `name`: of the weight that it is about."""
+        self._name, self._sums_features = name, "weight" in roles
         factors = factors_of(node)
         summand = node.args[0] if node.target in SUMMANDS else None
         with self.graph.inserting_before(node):
@@ -215,12 +234,15 @@ class ProductWriter:
         if swapped:  # so that two products that read it in either order round it once
             (x, *_) = x.all_input_nodes
             summed = 1 - summed
+        drawn = form.random and role == "gradient"
+        if drawn and (summed == 0) == self._sums_features:  # draws are numbered by rows, then by features
+            x, summed, swapped = self._emit(at, aten.t.default, x), 1 - summed, not swapped
         other = 2 * batch + 1 - summed
         per = {summed: form.along, other: form.across[role]}
         element = form.gradient if role == "gradient" else form.element
-        key = (x, element, form.rounded, form.two, tuple(sorted(per.items())))
+        key = (x, element, form.rounded, form.two, form.history, tuple(sorted(per.items())), drawn and self._name)
         if key not in self._made:
-            self._made[key] = self._quantize(at, x, form, element, per)
+            self._made[key] = self._quantize(at, x, form, element, per, role)
         found = self._made[key]
         if not swapped:
             return found
@@ -228,7 +250,7 @@ class ProductWriter:
         order: Argument = [*range(counts[0], sum(counts)), *range(counts[0])]
         return _ScaledOperand(*(self._emit(at, aten.permute.default, value, order) for value in (found.values, found.scale)))
 
-    def _quantize(self, at: Node, x: Node, form: Format, element: str, per: dict[int, int]) -> _ScaledOperand:
+    def _quantize(self, at: Node, x: Node, form: Format, element: str, per: dict[int, int], role: Role) -> _ScaledOperand:
         """x in blocks of `per` elements along each dim, with its scales. WHOLE and 1 make no blocks."""
         shape, cut, over = record(x).shape, list[int](), list[int]()
         for dim, size in enumerate(shape):
@@ -240,11 +262,19 @@ class ProductWriter:
             if count != 1:
                 over.append(len(cut) - 1)
         blocks = x if len(cut) == len(shape) else self._emit(at, aten.reshape.default, x, cut)
-        scale = self._emit(at, meshc.scale_of.default, blocks, over, element, form.rounded)
+        if form.history:
+            scale = self.histories.scale(partial(self._emit, at), blocks, over, element, (self._name, role), form)
+        else:
+            scale = self._emit(at, meshc.scale_of.default, blocks, over, element, form.rounded)
         if form.two:
             unit = self._emit(at, meshc.scale_of.default, blocks, list(range(len(cut))), element, "")
             scale = self._emit(at, meshc.scale_in_units.default, scale, unit)
-        return _ScaledOperand(self._emit(at, meshc.quantize.default, blocks, scale, element), scale)
+        if not (form.random and role == "gradient"):
+            return _ScaledOperand(self._emit(at, meshc.quantize.default, blocks, scale, element), scale)
+        name, whole = draw_name(self._name, self._sums_features), list(record(blocks).shape)
+        tile = whole, whole, [0] * len(whole)
+        seed = self.histories.state.seed_step
+        return _ScaledOperand(self._emit(at, meshc.quantize_by_draw.default, blocks, scale, element, seed, name, *tile), scale)
 
     def _emit(self, at: Node, target: Function, *args: Argument, **kwargs: Argument) -> Node:
         """A call in the phase and place of a product; its shape and dtype by a run on meta tensors."""

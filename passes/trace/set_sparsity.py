@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.ir import Record, record
@@ -32,6 +33,8 @@ from meshc.ops import sparsity as _sparsity  # noqa: F401 - registers its operat
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import Joint, SparseWeight, TracedModel
+from meshc.passes.trace.kept_masks import KeptMasks
+from meshc.passes.trace.step_state import refuse_without_steps
 from meshc.passes.trace.weight_products import WeightProduct, WeightProducts, chain_of, factors_of, faults_of_unused
 from meshc.plan.plan_faults import refuse_faults
 from meshc.plan.precision_lines import SparseLine
@@ -62,9 +65,15 @@ def set_sparsity(traced: TracedModel) -> TracedModel:
     places = {product.node: product.weight for product, _ in chosen}
     for product, _ in chosen:
         places |= {node: 1 - gradient for node, gradient, what in products.backward_of(product) if what != WEIGHT_GRADIENT}
-    write = MaskWriter(joint, weights)
+    for line in lines:
+        if line.every:
+            instead = f"`sparse {line.pattern}: {line.n}:{line.m}`, whose masks are made of the weights as they are"
+            refuse_without_steps(traced, line.where, f"masks of `{line}` are kept", instead)
+    kept = KeptMasks(traced, weights)
+    write = MaskWriter(joint.graph, weights, kept)
     for node in [node for node in joint.graph.nodes if node in places]:
         write.replace(node, places[node])
+    traced = replace(traced, joint=kept.write_results())
     joint.graph.eliminate_dead_code()
     sparsity = {whole: weight for name, weight in weights.items() for whole in whole_names(traced.depth, name)}
     return replace(traced.with_notes(*notes, *_dense(joint, lines, weights, notes)), sparsity=sparsity)
@@ -168,9 +177,10 @@ def _dense(joint: Joint, lines: Sequence[SparseLine], weights: Mapping[str, Spar
 class MaskWriter:
     """Writes masks between parameters and the products that read them. Products in one module and phase read one mask."""
 
-    def __init__(self, joint: Joint, weights: Mapping[str, SparseWeight]) -> None:
-        self.graph = joint.graph
-        self.weights = {node: weights[name] for name, node in _parameters(joint).items() if name in weights}
+    def __init__(self, graph: Graph, weights: Mapping[str, SparseWeight], kept: KeptMasks) -> None:
+        self.graph, self.kept = graph, kept
+        self.names = {kept.parameter(name): name for name in weights}
+        self.weights = {node: weights[name] for node, name in self.names.items()}
         self._made: dict[object, Node] = {}
 
     def replace(self, node: Node, place: int) -> None:
@@ -190,7 +200,10 @@ class MaskWriter:
             dim, m = sparse.dim, sparse.line.m
             groups = [*shape[:dim], shape[dim] // m, m, *shape[dim + 1 :]]
             view = self._emit(at, weight, groups, aten.reshape.default, weight, groups)
-            kept = self._emit(at, weight, groups, meshc.keep_largest.default, view, sparse.line.n, dim + 1)
+            if self.names[weight] in self.kept.state:
+                kept = self.kept.write(meshc.keep_masked.default, self.names[weight], partial(self._emit, at), view)
+            else:
+                kept = self._emit(at, weight, groups, meshc.keep_largest.default, view, sparse.line.n, dim + 1)
             self._made[key] = self._emit(at, weight, shape, aten.reshape.default, kept, list(shape))
         return self._made[key]
 
@@ -208,9 +221,3 @@ class MaskWriter:
         base = record(at)
         made = Record(tuple(shape), record(like).dtype, source=base.source, phase=base.phase)
         return call(self.graph, made, target, *args, **kwargs)
-
-
-def _parameters(joint: Joint) -> dict[str, Node]:
-    """Placeholders of parameters by name."""
-    entered = joint.placeholders()
-    return {port.name: entered[port.key] for port in joint.inputs if port.kind == "parameter"}

@@ -33,7 +33,7 @@ SAME: Final = (
     aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default,
 )  # fmt: skip
 """Operators whose result has the elements of their operand."""
-WEIGHTED: Final = (*SAME, meshc.keep_largest.default)
+WEIGHTED: Final = (*SAME, meshc.keep_largest.default, meshc.keep_masked.default)
 """Operators of whose result a weight is still a weight."""
 STACKS: Final = (aten.stack.default, aten.cat.default)
 SUMMANDS: Final[Mapping[object, OpOverload]] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}

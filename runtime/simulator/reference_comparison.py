@@ -39,6 +39,7 @@ from meshc.runtime.simulator.reference_dtypes import ReferenceDtypes
 from meshc.runtime.simulator.reference_formats import FewBits, Formats
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
 from meshc.runtime.simulator.reference_products import DecodedProducts
+from meshc.runtime.simulator.reference_scales import DelayedScales
 from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
@@ -205,6 +206,7 @@ class Reference:
     numbers    Python numbers that are inputs of the program, by name
     formats    of products, as the plan's precision lines say
     masks      of its weights, as the plan's sparse lines say
+    scales     of formats that delay them
     compressed what the plan's compress line makes of gradients, if there is one
     stages     what its line about a pipeline makes of values that cross stages, likewise
     eight_bits whether the model itself multiplies 8-bit values, of which a CPU has not all products
@@ -229,6 +231,7 @@ class Reference:
     stages: RoundedStages | None = None
     dtypes: ReferenceDtypes | None = None
     scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, "cpu", enabled=False))
+    scales: DelayedScales = field(default_factory=DelayedScales)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -301,7 +304,7 @@ class Reference:
             stack.enter_context(RetainedGraphs())
             if self.formats or self.masks is not None:
                 torch.clear_autocast_cache()  # copies of weights that a run before has made are not known in this one
-                stack.enter_context(FewBits(self.module, self.formats, self.masks))
+                stack.enter_context(FewBits(self.module, self.formats, self.scales, self.masks, seed_step(random.seed, random.step)))
             if self.eight_bits:
                 stack.enter_context(DecodedProducts())
             if self.stages is not None:
@@ -315,9 +318,30 @@ class Reference:
         if self.masks is not None:
             self.masks.refine_gradients()
 
+    def forget_steps(self) -> None:
+        """Forgets what earlier steps have left beside parameters and the optimizers' state."""
+        self.scales.clear()
+        if self.compressed is not None:
+            self.compressed.errors.clear()
+        if self.masks is not None:
+            self.masks.forget_steps()
+
+    def end_step(self) -> None:
+        """Does behind an update what sparse lines and delayed scales do."""
+        self.scales.end_step()
+        if self.masks is not None:
+            self.masks.fix_weights()
+            self.masks.end_step()
+
+    def state_beside(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By name, what steps have left beside parameters and the optimizers' state. `found`: what the program has left, by key."""
+        errors = {} if self.compressed is None else self.compressed.errors
+        names = [name_of(key) for key in found if kind_of(key) == "state"]
+        return errors | self.scales.state(names) | ({} if self.masks is None else self.masks.state(names))
+
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
-    """Global values of parameters, buffers, inputs and the random seed, by key."""
+    """Global values of parameters, buffers, inputs and the random seed, by key; state is zero."""
     parameters = dict(reference.module.named_parameters())
     buffers = dict(reference.module.named_buffers())
     inputs = reference.inputs(program)
@@ -331,6 +355,8 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
             values[port.key] = inputs[port.name].detach()
         elif port.kind == "random":
             values[port.key] = seed_step(reference.seed, step)
+        elif port.kind == "state":
+            values[port.key] = torch.zeros(port.shape, dtype=port.dtype)
         elif port.kind == "number" and port.name in reference.numbers:
             values[port.key] = torch.tensor(reference.numbers[port.name], dtype=torch.float64)
     return values
@@ -342,6 +368,7 @@ def compare_gradients(program: PlainProgram, reference: Reference, report: Repor
     found = report.simulate_program(program, input_values(program, reference, 0))
     before = ModelSnapshot(reference.module)
     reference.module.zero_grad(set_to_none=True)
+    reference.forget_steps()
     loss, metrics = reference.train(0)
     reference.refine_gradients()
     report.add("output", _kind(found, "output"), {program_output(program): loss})
@@ -398,8 +425,7 @@ def compare_steps(
     plain, scales = all(isinstance(member, torch.optim.SGD) for member in members), reference.scaler.is_enabled()
     if plain:
         report.amplified = 1
-    if reference.compressed is not None:
-        reference.compressed.errors.clear()
+    reference.forget_steps()
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
@@ -423,6 +449,8 @@ def compare_steps(
         reference.scaler.update()
         if reference.masks is not None:
             reference.masks.fix_weights()
+            member.step()
+        reference.end_step()
         keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
@@ -431,11 +459,8 @@ def compare_steps(
             continue
         for slot, (given, wanted) in update_comparison.state_pairs(found | dict(widened(found)), reference.module, members):
             report.add(f"state {slot} after step {step}", given, wanted)
-        if reference.compressed is not None:
-            errors = reference.compressed.errors
-            for slot in dict.fromkeys(name.rpartition("/")[2] for name in errors):
-                mine = {name: value for name, value in errors.items() if name.endswith(f"/{slot}")}
-                report.add(f"state {slot} after step {step}", {name: found[key_of("state", name)] for name in mine}, mine)
+        for slot, (given, wanted) in update_comparison.pairs_beside(found, reference.state_beside(found)):
+            report.add(f"state {slot} after step {step}", given, wanted)
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:
             report.add(f"update of step {step}", *update_comparison.update_pairs(before, given, mine))

@@ -6,23 +6,26 @@ one of forward by the number that autograd has given it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from meshc.errors import VerifyError
-from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role
+from meshc.ir.formats import ELEMENTS, WEIGHT_GRADIENT, WHOLE, Format, Role, draw_name
 from meshc.ir.functions import Keywords
 from meshc.ir.schemas import written_operands
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers its operators
 from meshc.ops import grouped_mm as _grouped  # noqa: F401 - likewise
 from meshc.ops import quantize as _quantize  # noqa: F401 - likewise
 from meshc.ops import routed_mm as _routed  # noqa: F401 - likewise
+from meshc.ops.random import seed_step
 from meshc.private import OpOverload, TorchDispatchMode
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
+from meshc.runtime.simulator.reference_scales import DelayedScales
 from meshc.runtime.state.stored_tensor import memory_of
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -39,19 +42,24 @@ Formats = Mapping[str, Sequence[Format | None]]
 
 @dataclass(frozen=True)
 class _ForwardProduct:
-    """A product of forward: its format, the position of the weight among its factors, and the memory of these."""
+    """A product of forward: its weight and format, the position of the weight among its factors, and the memory of these."""
 
+    name: str
     form: Format | None
     weight: int
     memory: tuple[int, int]
 
 
 class FewBits(TorchDispatchMode):
-    """`formats`: of products with a parameter of `module`. `masks`: of its weights."""
+    """`formats`: of products with a parameter of `module`. `scales`: those that are delayed. `masks`: of its weights. `seed`: of a step."""
 
-    def __init__(self, module: nn.Module, formats: Formats, masks: ReferenceMasks | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, formats: Formats, scales: DelayedScales | None = None, masks: ReferenceMasks | None = None,
+        seed: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.masks, self.formats = masks, formats
+        self.masks, self.formats, self.scales = masks, formats, scales or DelayedScales()
+        self.seed = seed_step(0) if seed is None else seed
         if masks is not None:
             masks.begin()
         self.weights: dict[int, tuple[str, ...]] = {}
@@ -115,7 +123,7 @@ class FewBits(TorchDispatchMode):
             if known is not None and known.form is not None and known.form.by_row and (rounded := _round_rows(known, a, b)) is not None:
                 return torch.matmul(*rounded)
             roles = None if known is None or known.form is None else _roles_in_backward(known, memory)
-            return None if roles is None else multiply(*self._mask_weights((a, b)), known.form, roles)  # type: ignore[union-attr, arg-type]
+            return None if roles is None else self._multiply(a, b, known.form, roles, known.name)  # type: ignore[union-attr, arg-type]
         names = [self.weights.get(one, ()) for one in memory]
         if bool(names[0]) == bool(names[1]):
             return None
@@ -123,8 +131,14 @@ class FewBits(TorchDispatchMode):
         self.held += [a, b]
         form = self._next_format(names[place], (b, a)[place])
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            self.products[torch.autograd._get_sequence_nr() - 1] = _ForwardProduct(form, place, memory)
-        return None if form is None else multiply(*self._mask_weights((a, b)), form, _roles("weight", place, "activation"))
+            self.products[torch.autograd._get_sequence_nr() - 1] = _ForwardProduct(names[place][0], form, place, memory)
+        return None if form is None else self._multiply(a, b, form, _roles("weight", place, "activation"), names[place][0])
+
+    def _multiply(self, a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role], name: str) -> Tensor:
+        """The product that is about a weight, in a format."""
+        known = partial(self.scales.scale, form=form, name=name) if form.history else None
+        drawn = StepDraws(draw_name(name, "weight" in roles), self.seed, "weight" in roles) if form.random else None
+        return multiply(*self._mask_weights((a, b)), form, roles, known, drawn)
 
     def _next_format(self, names: Sequence[str], other: Tensor) -> Format | None:
         """The format of a product of forward that reads parameters beside `other`, which has the same as a product that is run again."""
@@ -209,19 +223,47 @@ def _roles(role: Role, place: int, other: Role) -> tuple[Role, Role]:
     return (role, other) if place == 0 else (other, role)
 
 
-def multiply(a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role]) -> Tensor:
+Known = Callable[[Tensor, Role], Tensor]
+"""The scale of an operand, where it is known before."""
+
+
+@dataclass(frozen=True)
+class StepDraws:
+    """Draws by which a gradient [rows, features] is rounded. `seed`: of the step; `sums_features`: whether its product sums over these."""
+
+    name: str
+    seed: Tensor
+    sums_features: bool
+
+    def quantize(self, blocks: Tensor, scale: Tensor, element: str) -> Tensor:
+        shape = list(blocks.shape)
+        made: Tensor = meshc.quantize_by_draw(blocks, scale, element, self.seed, self.name, shape, shape, [0] * len(shape))
+        return made
+
+
+def multiply(
+    a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role], known: Known | None = None, drawn: StepDraws | None = None
+) -> Tensor:
     """a [.., m, k] times b [.., k, n] in a format, each operand rounded and brought back."""
     if not form.is_scaled:
         dtype = ELEMENTS[form.element].dtype
         return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
     computed = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return (round_operand(a, form, roles[0], -1, computed) @ round_operand(b, form, roles[1], -2, computed)).to(a.dtype)
+    rows, columns = (
+        round_operand(x, form, role, summed, computed, known, drawn) for x, role, summed in ((a, roles[0], -1), (b, roles[1], -2))
+    )
+    return (rows @ columns).to(a.dtype)
 
 
-def round_operand(x: Tensor, form: Format, role: Role, summed: int, dtype: torch.dtype) -> Tensor:
+def round_operand(
+    x: Tensor, form: Format, role: Role, summed: int, dtype: torch.dtype, known: Known | None = None, drawn: StepDraws | None = None
+) -> Tensor:
     """An operand's values after rounding, whose dim `summed` (-1 or -2) is summed over."""
     if not form.is_scaled:
         return x.to(ELEMENTS[form.element].dtype).to(dtype)
+    draws = drawn if role == "gradient" else None
+    if draws is not None and (summed == -2) == draws.sums_features:
+        return round_operand(x.t(), form, role, -3 - summed, dtype, known, drawn).t()
     element = form.gradient if role == "gradient" else form.element
     per = {summed % x.dim(): form.along, (-3 - summed) % x.dim(): form.across[role]}
     blocks = x
@@ -230,7 +272,8 @@ def round_operand(x: Tensor, form: Format, role: Role, summed: int, dtype: torch
         count = size if per[dim] == WHOLE else per[dim]
         blocks = blocks.unflatten(dim, (size // count, count))
     inner = [dim + 1 + number for number, dim in enumerate(sorted(per))]
-    scale = meshc.scale_of(blocks, inner, element, form.rounded)
+    scale = meshc.scale_of(blocks, inner, element, form.rounded) if known is None else known(blocks, role)
     if form.two:
         scale = meshc.scale_in_units(scale, meshc.scale_of(blocks, list(range(blocks.dim())), element, ""))
-    return meshc.dequantize(meshc.quantize(blocks, scale, element), scale, dtype).reshape(x.shape)
+    values = meshc.quantize(blocks, scale, element) if draws is None else draws.quantize(blocks, scale, element)
+    return meshc.dequantize(values, scale, dtype).reshape(x.shape)

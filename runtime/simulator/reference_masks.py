@@ -6,12 +6,13 @@ parameter it is. The first product of forward that reads a weight says along whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from meshc.optimizer.spec import MASK, MASK_STEPS
 from meshc.plan.precision_lines import SparseLine
 from meshc.runtime.state.stored_tensor import memory_of
 
@@ -28,11 +29,12 @@ class _ParameterMemory:
 
 
 class ReferenceMasks:
-    """`lines`: by the name of a parameter of `module`, its sparse line."""
+    """`lines`: by the name of a parameter of `module`, its sparse line. `steps`: how many have ended; `left`: masks behind the last."""
 
     def __init__(self, module: nn.Module, lines: Mapping[str, SparseLine]) -> None:
         found = dict(module.named_parameters(remove_duplicate=False))
         self.lines, self.parameters = dict(lines), {name: found[name] for name in lines}
+        self.steps, self.left = 0, dict[str, Tensor]()
         self.kept: dict[str, Tensor] = {}
         """By parameter that a product has read, whether products read each of its entries."""
         self._known: dict[int, _ParameterMemory] = {}
@@ -49,6 +51,20 @@ class ReferenceMasks:
                 torch.arange(parameter.numel()).view(parameter.shape)
             )
             self._known[memory_of(parameter)] = _ParameterMemory(name, entry)
+
+    def forget_steps(self) -> None:
+        self.steps = 0
+        self.left.clear()
+
+    def end_step(self) -> None:
+        self.steps += 1
+        self.left.update(self.kept)
+
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The masks and numbers of steps among these names of state."""
+        masks = {f"{name}/{MASK}": mask.view(self.parameters[name].shape) for name, mask in self.left.items()}
+        known = masks | {f"{name}/{MASK_STEPS}": torch.tensor([self.steps]) for name in self.lines}
+        return {name: known[name] for name in names if name in known}
 
     def follow(self, x: Tensor, copy: Tensor) -> None:
         """Notes that a tensor is a copy of another."""
@@ -76,6 +92,10 @@ class ReferenceMasks:
         runs = torch.arange(parameter.numel()).view(-1, line.m, apart).transpose(1, 2).reshape(-1, line.m)
         groups = entries.reshape(-1, line.m)
         assert torch.isin(groups[:, 0], runs[:, 0]).all() and (groups == groups[:, :1] + apart * torch.arange(line.m)).all()
+        due = not line.every or (self.steps % line.every == 0 and (line.until is None or self.steps <= line.until))
+        if not due and name in self.left:
+            self.kept[name] = self.left[name]
+            return self.kept[name]
         order = parameter.reshape(-1)[runs].abs().argsort(dim=1, descending=True, stable=True)
         self.kept[name] = torch.zeros(parameter.numel(), dtype=torch.bool)
         self.kept[name][runs] = torch.zeros(runs.shape, dtype=torch.bool).scatter(1, order[:, : line.n], True)

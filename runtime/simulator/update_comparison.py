@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshc.ir.keys import is_a, name_of
+from meshc.ir.keys import is_a, key_of, name_of
 
 ROUNDINGS = 4
 """Roundings of the parameter by which an update may be off, however small the update is."""
@@ -33,6 +33,13 @@ def state_pairs(found: Mapping[str, Tensor], module: nn.Module, members: Sequenc
                 given[name] = here
                 wanted[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     yield from rows.items()
+
+
+def pairs_beside(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Pair]]:
+    """For each slot that torch does not have, values by name: (the program's, those `wanted`)."""
+    for slot in dict.fromkeys(name.rpartition("/")[2] for name in wanted):
+        mine = {name: value for name, value in wanted.items() if name.endswith(f"/{slot}")}
+        yield slot, ({name: found[key_of("state", name)] for name in mine}, mine)
 
 
 def update_pairs(before: Mapping[str, Tensor], found: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Pair:

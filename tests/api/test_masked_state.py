@@ -45,6 +45,22 @@ def test_masked_weights_are_what_torchs_sparse_products_take(mesh: DeviceMesh) -
         assert torch.equal(program.asked.module(x), made)
 
 
+def test_weights_have_the_mask_that_the_last_step_has_left(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False)
+    first = layer.weight.detach().clone()
+    step = meshc.TrainStep(nn.Sequential(layer), optimizer=torch.optim.SGD(layer.parameters(), lr=5.0), loss=F.mse_loss)
+    program = meshc.compile(step, mesh, plan="sparse 0: 2:4, every 10")
+    for _ in range(3):
+        program(torch.randn(6, 8), target=torch.randn(6, 4))
+    whole, masked = (program.state_dict(full=True, masked=masked)["model"]["0.weight"] for masked in (False, True))
+
+    def mask(weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.meshc.is_largest(weight.unflatten(1, (-1, 4)), 2, 2).flatten(1)  # type: ignore[no-any-return]
+
+    assert torch.equal(masked, whole * mask(first)) and not torch.equal(mask(first), mask(whole))
+
+
 def test_a_part_is_not_masked(mesh: DeviceMesh) -> None:
     program = meshc.compile(nn.Linear(8, 4).requires_grad_(False), mesh, args=(torch.randn(2, 8),))
     with pytest.raises(StateError, match="is of whole tensors"):

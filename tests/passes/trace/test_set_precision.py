@@ -228,7 +228,7 @@ def test_sizes_that_blocks_do_not_fit_are_said() -> None:
     "line, said",
     [
         ("precision layers.*: float9 row", "float9 row is no format"),
-        ("precision layers.*: float8", "float8 is no format; say what one scale covers: float8 tensor, float8 row"),
+        ("precision layers.*: float8", "float8 is no format; say what one scale covers: float8 tensor, float8 tensor, delayed, float8 row"),
         ("precision layers.*", "then comes a colon, and a format"),
         ("precision blocks.*: bf16", "no product with a weight is in such a module; name modules as"),
     ],

@@ -333,10 +333,9 @@ def test_a_weight_has_one_mask() -> None:
         ("sparse layers.*: 0:4", "0:4 leaves 0 of 4 weights"),
         ("sparse layers.*: half", "how many weights are left of how many belongs here: `2:4`"),
         ("sparse layers.*", "then comes a colon, and how many weights are left of how many"),
-        ("sparse layers.*: 2:4, every 10", "masks are made anew in every step, which needs no word, or are `fixed`; there is no other"),
         ("sparse layers.*: 2:4, decay -1", "a decay is a number from 0 on"),
-        ("sparse layers.*: 2:4 decay 1", "a sparse line ends after `decay NUMBER` or `fixed`"),
-        ("sparse layers.*: 2:4, static", "behind the comma stands `decay NUMBER`, or `fixed`"),
+        ("sparse layers.*: 2:4 decay 1", "a sparse line ends after `every COUNT`, `until STEP`, `decay NUMBER` or `fixed`"),
+        ("sparse layers.*: 2:4, static", "behind the comma stands `decay NUMBER`, `every COUNT`, or `fixed`"),
     ],
 )
 def test_what_does_not_fit_is_refused(line: str, said: str) -> None:

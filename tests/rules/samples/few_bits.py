@@ -1,4 +1,4 @@
-"""Scales, values rounded under them, their products (of rows, of whole tensors, of blocks, in a batch), and gradients in fewer bits."""
+"""Scales, also of a history, values under them, their products (of rows, whole tensors, blocks, a batch), gradients in fewer bits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ for _dims in ([1], [0], [0, 1]):
 sample(ours.scale_of.default, f(5, 7, 4), [2], "e4m3", "ocp")
 sample(ours.scale_of.default, f(5, 7), [1], "int8", "down")
 sample(ours.quantize.default, f(5, 7), ours.scale_of(f(5, 7), [1], "int8", ""), "int8")
+_seed, _scale = torch.tensor([3, 5]), ours.scale_of(f(6, 8), [1], "e4m3", "down")
+sample(ours.quantize_by_draw.default, f(6, 8), _scale, "e4m3", _seed, "w/g", [6, 8], [6, 8], [0, 0], refine={0: (3, 2, 8)})
+_scale = ours.scale_of(f(5, 2, 4), [2], "e2m1", "")
+sample(ours.quantize_by_draw.default, f(5, 2, 4), _scale, "e2m1", _seed, "w/g", [5, 2, 4], [5, 2, 4], [0, 0, 0])
+sample(ours.scale_of_history.default, f(16).abs().to(torch.float32), 2, "e5m2")
+for _dims in ([0, 1], [1]):
+    sample(ours.peak_of.default, f(5, 7), _dims)
+sample(ours.next_history.default, f(16).abs().to(torch.float32), ours.peak_of(f(5, 7), [0, 1]))
 _scale = ours.scale_of(f(5, 7, 4), [2], "e2m1", "")
 sample(ours.scale_in_units.default, _scale, ours.scale_of(f(5, 7, 4), [0, 1, 2], "e2m1", ""))
 sample(ours.quantize.default, f(5, 7, 4), _scale, "e2m1")
