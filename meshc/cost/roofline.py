@@ -168,7 +168,7 @@ def _read_bytes(value: Node) -> int:
 
 def _dtype(node: Node) -> torch.dtype:
     """In which an operator computes: its first operand's, or else its result's."""
-    if node.target is scaled_products.SCALED and scaled_products.why_emulated(node):
+    if node.target in scaled_products.SCALED and scaled_products.why_emulated(node):
         return torch.float32
     for value in (*ir.operands(node), node):
         producer, index = ir.value_of(value)

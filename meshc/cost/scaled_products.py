@@ -10,15 +10,19 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost.devices import EIGHT_BITS, Device
 from meshc.ir.schemas import named_arguments
+from meshc.ops import decoded_products as _decoded_products  # noqa: F401 - registers its operators
 from meshc.ops.quantize import why_no_kernel
 
-SCALED: Final = torch.ops.meshc.scaled_mm.default
+ours = torch.ops.meshc
+SCALED: Final = (ours.scaled_mm.default, ours.decoded_mm.default)
+"""Products of two matrices of scaled values that run by the same kernels."""
 
 
 def why_emulated(node: Node, device: Device | None = None) -> str:
     """Why no kernel for 8 bits runs a scaled product, on any device, or on `device`; "" if one does."""
-    named: dict[str, Any] = named_arguments(node)
-    a, b, scale = (ir.record(named[name]) for name in ("a", "b", "scale_a"))
-    if why := why_no_kernel(a, b, scale, named["dtype"], named["summed"], named["batch"]):
-        return why
+    if node.target in SCALED:
+        named: dict[str, Any] = named_arguments(node)
+        a, b, scale_a, scale_b = (ir.record(named[name]) for name in ("a", "b", "scale_a", "scale_b"))
+        if why := why_no_kernel(a, b, scale_a, scale_b, named["dtype"], named.get("summed", 1), named.get("batch", 0)):
+            return why
     return "" if device is None or EIGHT_BITS in device.flops_per_s else f"{device.name} has no products of 8 bits"

@@ -16,12 +16,11 @@ values are decoded to float32 and multiplied so.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshc.ops.definition import misfit, operator
 from meshc.ops.grouped_mm import runs_of
-from meshc.ops.quantize import KERNEL_MULTIPLE, has_capability, in_rows
+from meshc.ops.quantize import KERNEL_MULTIPLE, has_kernel, padded_rows, run_kernel
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -61,34 +60,10 @@ def decoded_mm(
     fast: bool,
 ) -> Tensor:  # fmt: skip
     """[m, n], rounded to `dtype` once, after the bias. `fast`: CUDA kernels may add up in fewer bits than float32."""
-    if _has_kernel(a, b, scale_a, scale_b, dtype):
-        inner, columns = -a.shape[1] % KERNEL_MULTIPLE, -b.shape[1] % KERNEL_MULTIPLE
-        if scale_b.numel() > 1 and columns:
-            scale_b = F.pad(scale_b, (0, columns))
-        if bias is not None and columns:
-            bias = F.pad(bias, (0, columns))
-        scales = scale_a.contiguous(), scale_b.contiguous()
-        made = torch._scaled_mm(
-            _padded_rows(a, 0, inner), _padded_rows(b.t(), columns, inner).t(), *scales, bias, scale_result, dtype, use_fast_accum=fast
-        )
-        return made[:, : b.shape[1]].contiguous() if columns else made
+    if has_kernel(a, b, scale_a, scale_b, dtype):
+        return run_kernel(a, b, scale_a, scale_b, dtype, bias, scale_result, fast)
     made = decode(a, scale_a) @ decode(b, scale_b)
     return (made if bias is None else made + bias.to(torch.float32)).to(dtype)  # torch's CPU kernel reads no scale of a result, either
-
-
-def _padded_rows(x: Tensor, below: int, right: int) -> Tensor:
-    """x with contiguous rows, and with zeros below and to the right. Of few bits zero is the byte 0."""
-    if below or right:
-        return F.pad(x.contiguous().view(torch.uint8), (0, right, 0, below)).view(x.dtype)
-    return in_rows(x)
-
-
-def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch has a kernel: of one scale each, or of one for each row and column, with a result in bfloat16."""
-    if not a.is_cuda or not a.numel() or not b.numel() or not has_capability(a.device, (8, 9)):
-        return False
-    of_rows = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]) and dtype == torch.bfloat16
-    return scale_a.numel() == scale_b.numel() == 1 or of_rows
 
 
 def _grouped_sizes(a: Tensor, b: Tensor, ends: Tensor | None) -> list[int]:
@@ -153,7 +128,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _grouped_by_torch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor | None, fast: bool) -> Tensor:
     """The kernel's strides are those of k alone, which is padded; it leaves what is in no run as memory was."""
     inner = -a.shape[-1] % KERNEL_MULTIPLE
-    rows, columns = _padded_rows(a, 0, inner), _padded_rows(b.transpose(-2, -1), 0, inner).transpose(-2, -1)
+    rows, columns = padded_rows(a, 0, inner), padded_rows(b.transpose(-2, -1), 0, inner).transpose(-2, -1)
     scales = scale_a.contiguous(), scale_b.contiguous()
     made = torch._scaled_grouped_mm(rows, columns, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=fast).contiguous()
     if ends is None or a.dim() == b.dim() == 2:

@@ -23,6 +23,7 @@ from math import prod
 from typing import Final, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshc.ir.formats import ELEMENTS
@@ -219,9 +220,8 @@ def scaled_mm(
 ) -> Tensor:
     """[batch.., m, n..] of a [batch.., m, k..] and b [batch.., k.., n..], in blocks where k or n has two dims: the sum over all of k of
     (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
-    there = a.is_cuda and a.numel() and b.numel() and has_capability(a.device, (8, 9))
-    if there and not why_no_kernel(a, b, scale_a, dtype, summed, batch):
-        return _run_kernel(a, b, scale_a, scale_b, dtype)
+    if has_kernel(a, b, scale_a, scale_b, dtype, summed, batch):
+        return run_kernel(a, b, inverse(scale_a), inverse(scale_b), dtype)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
     k = prod(a.shape[batch + 1 :])
@@ -240,44 +240,53 @@ class _Tensorlike(Protocol):
     def dtype(self) -> torch.dtype | None: ...
 
 
-def why_no_kernel(a: _Tensorlike, b: _Tensorlike, scale: _Tensorlike, dtype: torch.dtype, summed: int, batch: int) -> str:
-    """Why torch has no kernel for a product of 8 bits of such operands, `scale` that of the first, on any device; "" if it has one."""
+def why_no_kernel(
+    a: _Tensorlike, b: _Tensorlike, scale_a: _Tensorlike, scale_b: _Tensorlike, dtype: torch.dtype, summed: int = 1, batch: int = 0
+) -> str:
+    """Why torch has no kernel on any device for a product of scaled values in 8 bits; "" if it has one: of one scale each, or of one for
+    each row of a and column of b, with a result in bfloat16."""
     if a.dtype == torch.int8:
         return "torch has no kernel for int8 with scales"
-    if summed > 1:
-        return "no kernel for scales of blocks is used"
     if batch:
         return "torch has no kernel for a batch of products"
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "there is no kernel for two operands of e5m2"
-    if tuple(scale.shape) != (1, 1) and dtype != torch.bfloat16:
-        return "the kernel for scales of rows gives bfloat16 alone"
-    return "" if dtype in (torch.bfloat16, torch.float32) else f"the kernel gives no {str(dtype).removeprefix('torch.')}"
+    of_tensors = prod(scale_a.shape) == prod(scale_b.shape) == 1
+    if summed > 1 or not (of_tensors or (*scale_a.shape, *scale_b.shape) == (a.shape[0], 1, 1, b.shape[1])):
+        return "no kernel for scales of blocks is used"
+    if dtype == torch.float64:
+        return "the kernel gives no float64"
+    return "" if of_tensors or dtype == torch.bfloat16 else "the kernel for scales of rows gives bfloat16 alone"
 
 
-def _run_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """On CUDA, of compute capability 8.9 and more. Zeros fill sizes up to the multiples that the kernel takes."""
-    rows, columns = _fill(a, 1), _fill(_fill(b.t(), 1), 0)
-    inverse_b = inverse(scale_b) if scale_b.numel() == 1 else _fill(inverse(scale_b), 1)
-    return torch._scaled_mm(rows, columns.t(), inverse(scale_a), inverse_b, out_dtype=dtype)[:, : b.shape[1]]
+def has_kernel(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int = 1, batch: int = 0
+) -> bool:  # fmt: skip
+    """Whether torch has a kernel for it on the device where it is: on CUDA, of compute capability 8.9 and more."""
+    there = a.is_cuda and a.numel() > 0 and b.numel() > 0 and torch.cuda.get_device_capability(a.device) >= (8, 9)
+    return there and not why_no_kernel(a, b, scale_a, scale_b, dtype, summed, batch)
 
 
-def _fill(x: Tensor, dim: int) -> Tensor:
-    """x, contiguous, with zeros up to a multiple of KERNEL_MULTIPLE along `dim`."""
-    more = -x.shape[dim] % KERNEL_MULTIPLE
-    if not more:
-        return in_rows(x)
-    shape = list(x.shape)
-    shape[dim] += more
-    filled = x.new_zeros(shape)
-    filled.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return filled
+def run_kernel(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
+    scale_result: Tensor | None = None, fast: bool = False,
+) -> Tensor:  # fmt: skip
+    """(a * scale_a) @ (b * scale_b) by torch's kernel. Zeros, which add nothing, fill sizes up to the multiples that it takes."""
+    inner, columns = -a.shape[1] % KERNEL_MULTIPLE, -b.shape[1] % KERNEL_MULTIPLE
+    if scale_b.numel() > 1 and columns:
+        scale_b = F.pad(scale_b, (0, columns))
+    if bias is not None and columns:
+        bias = F.pad(bias, (0, columns))
+    scales = scale_a.contiguous(), scale_b.contiguous()
+    made = torch._scaled_mm(
+        padded_rows(a, 0, inner), padded_rows(b.t(), columns, inner).t(), *scales, bias, scale_result, dtype, use_fast_accum=fast
+    )
+    return made[:, : b.shape[1]].contiguous() if columns else made
 
 
-def in_rows(x: Tensor) -> Tensor:
-    """x with contiguous rows that kernels see as such: `contiguous` leaves one row whose stride is another as it is."""
+def padded_rows(x: Tensor, below: int, right: int) -> Tensor:
+    """x with zeros below and to the right, whose byte is 0, and with contiguous rows that kernels see as such: `contiguous` leaves one row
+    whose stride is another as it is."""
+    if below or right:
+        return F.pad(x.contiguous().view(torch.uint8), (0, right, 0, below)).view(x.dtype)
     return x if x.stride()[-2:] == (x.shape[-1], 1) and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-
-
-def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
-    return torch.cuda.get_device_capability(device) >= least

@@ -33,7 +33,6 @@ from meshc.ir.storage_moves import TIERS
 from meshc.program.program import PlainProgram, Port
 from meshc.report import memory_report, offload_table, precision_table
 from meshc.report.account import STAGE_HEADERS, link_accounts, stage_rows
-from meshc.report.few_bit_products import few_bit_products
 from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table, without_columns
 
 CHANGING: Final = ("precision", "compress", "sparse")
@@ -122,7 +121,7 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     on = devices_of(program.mesh, device).slowest()
     blocks = [_head(program), precision_table.precision_table(program, on), _parameters(program), _pipeline(program, device)]
     blocks += [_collectives(program), _offload_table(program)]
-    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program), few_bit_products(program)]
+    blocks += [memory_report.memory_table(program, budget), _time(program, device, on), _work(program)]
     blocks += [_padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
