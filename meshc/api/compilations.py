@@ -382,6 +382,8 @@ class Compilations:
             with cached_calls.explain_refusal(request.kwargs):
                 made = shared_compilation.compile_for_all(self.world.board, asked, request, told, lambda: self._sizes)
         made = self._on_its_mesh(made)
+        if self.asked.plan.leaves_formats_open:  # what is chosen once holds for other sizes, too: they are one model's numbers
+            self.asked = self.asked.having(plan=self.asked.plan.having(self.asked.plan.axes, precisions=made.program.plan.precisions))
         for note in made.program.notes:
             about = note.partition(" (")[0] if note.startswith("axis ") else note  # whatever its sizes are this time
             if any(words in note for words in WARNED) and about not in self.world.warned:

@@ -31,7 +31,7 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh, role
-from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, PlanLine, StoreLine, TensorLine, duplicates
+from meshc.plan.entries import AUTO, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, PlanLine, StoreLine, TensorLine, duplicates
 from meshc.plan.memory_lines import ChunkLine, KeepLine, OffloadLine, RematLine
 from meshc.plan.plan_faults import refuse_faults, suggest
 from meshc.plan.precision_lines import CompressLine, ComputeLine, PrecisionLine, SparseLine
@@ -88,10 +88,14 @@ class Plan:
         return plan
 
     def having(
-        self, axes: Iterable[AxisEntry], stores: Iterable[StoreLine] | None = None, operators: Iterable[OperatorPin] | None = None
+        self,
+        axes: Iterable[AxisEntry],
+        stores: Iterable[StoreLine] | None = None,
+        operators: Iterable[OperatorPin] | None = None,
+        precisions: Iterable[PrecisionLine] | None = None,
     ) -> Plan:
-        """The plan with its entries replaced, and its store lines or operator pins too if given; all other lines stay."""
-        given = {"axes": axes, "stores": stores, "operators": operators}
+        """The plan with its entries replaced, and its store lines, operator pins or precision lines too if given; all other lines stay."""
+        given = {"axes": axes, "stores": stores, "operators": operators, "precisions": precisions}
         return Plan.of(**{**vars(self), **{name: lines for name, lines in given.items() if lines is not None}})
 
     @classmethod
@@ -148,6 +152,11 @@ class Plan:
         for (what, _), alike in about.items():
             faults += contradictions(alike, named=what == "pin")
         refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
+
+    @property
+    def leaves_formats_open(self) -> bool:
+        """Whether a precision line leaves a choice to the compiler."""
+        return any(line.format == AUTO for line in self.precisions)
 
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(**{name: lines + getattr(other, name) for name, lines in vars(self).items()})

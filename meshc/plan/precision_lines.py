@@ -2,6 +2,7 @@
 
     precision model.layers.*: float8 row     format of the products with a weight in these modules (`meshc/ir/formats.py`)
     precision model.layers.*: compute bf16, reduce f32, master f32     dtypes of these modules (docs/mixed-precision.md)
+    precision model.layers.*: auto           float8 row, or none, for each kind of these products, as a call is predicted to be faster
     sparse model.layers.*: 2:4               of each 4 weights that a product sums over, the 2 largest count (`docs/sparsity.md`)
     sparse model.layers.*: 2:4, decay 1e-3   by how much the others go towards zero in each step, beside what the gradient says
     sparse model.layers.*: 2:4, fixed        the others are zero from the first step on
@@ -23,7 +24,7 @@ import torch
 from meshc.ir.formats import COMPRESSED, FORMATS
 from meshc.ir.mesh import NAME
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import ModuleLine, PlanLine
+from meshc.plan.entries import AUTO, ModuleLine, PlanLine
 from meshc.plan.plan_faults import suggest
 
 NUMBER: Final = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
@@ -45,7 +46,7 @@ class ProductLine(ModuleLine):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionLine(ProductLine):
-    """Format of products."""
+    """Format of products; AUTO: the compiler chooses one, or none, for each kind of them."""
 
     format: str
 
@@ -126,14 +127,15 @@ def _read_compute(line: Line, pattern: str) -> ComputeLine:
 def read_precision_line(line: Line) -> PrecisionLine | ComputeLine:
     names = "a precision line names modules, with * for any text, and a format: `precision model.layers.*: float8 row`"
     pattern = line.expect(GLOB, names)
-    line.expect(":", f"then comes a colon, and a format: {', '.join(map(repr, FORMATS))}")
+    formats = ", ".join(map(repr, (*FORMATS, AUTO)))
+    line.expect(":", f"then comes a colon, and a format: {formats}")
     start = line.at
     if re.match(r"compute\b", line.text[line.at :]):
         return _read_compute(line, pattern)
-    written = " ".join(line.expect(r"\S[^#]*", f"a format belongs here: {', '.join(map(repr, FORMATS))}").split())
-    if written not in FORMATS:
+    written = " ".join(line.expect(r"\S[^#]*", f"a format belongs here: {formats}").split())
+    if written not in (*FORMATS, AUTO):
         begun = [word for word in FORMATS if word.startswith(f"{written} ")]
-        fix = f"; say what one scale covers: {', '.join(begun)}" if begun else suggest(written, FORMATS)
+        fix = f"; say what one scale covers: {', '.join(begun)}" if begun else suggest(written, (*FORMATS, AUTO))
         line.fail(f"{written} is no format{fix}", start)
     return PrecisionLine(pattern, written)
 

@@ -41,11 +41,12 @@ from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed_operators import refusal, spelling
 
 if TYPE_CHECKING:
-    from meshc.passes.driver import choose, pass_replay, pipeline_search, search_errors, within_budget
+    from meshc.passes.driver import choose, choose_formats, pass_replay, pipeline_search, search_errors, within_budget
     from meshc.passes.lower import specialise
     from meshc.passes.stages import pipeline_memory, write_chunks
 else:  # imported for programs with a choice, a budget or stages, and for errors
     choose = LazyModule("meshc.passes.driver.choose")
+    choose_formats = LazyModule("meshc.passes.driver.choose_formats")
     pass_replay = LazyModule("meshc.passes.driver.pass_replay")
     pipeline_search = LazyModule("meshc.passes.driver.pipeline_search")
     search_errors = LazyModule("meshc.passes.driver.search_errors")
@@ -59,6 +60,11 @@ else:  # imported for programs with a choice, a budget or stages, and for errors
 def compile_program(request: Request, hook: Hook | None = None, traced: TracedModel | None = None) -> tuple[PlainProgram, LoweredProgram]:
     """The program of `request`, by all passes, or by the passes after the trace if `traced` is given. `hook(name, phase)` is called after
     each pass (dumps, verification). Raises MeshcError and nothing else, but for errors of a hook."""
+    if outset_of(request).plan.leaves_formats_open:
+        assert traced is None
+        request, notes = choose_formats.settle_formats(request)
+        program, left = compile_program(request, hook)
+        return replace(program, notes=[*program.notes, *notes]), left.with_notes(*notes)
     with clean_up_compilation(), fewer_collections():
         if traced is None:
             return run_with_joined_batch(request, partial(_compile_request, hook), _whole_forward)
@@ -152,6 +158,8 @@ def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgra
     wanted = outset_of(request)
     with clean_up_compilation(), fewer_collections():
         other_groups = splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes)
+        if wanted.plan.leaves_formats_open:
+            return compile_program(request)
         changing = [(plan.precisions, plan.sparsities) for plan in (wanted.plan, placed.plan)]
         if other_groups or changing[0] != changing[1]:
             return compile_program(request)

@@ -83,6 +83,7 @@ class TracedModel(CompilationPhase):
     dynamic      symbolic sizes that calls choose
     constraints  conditions on these sizes, as text
     precision    by parameter, the format of each product of forward that reads it, where the plan has set any; None: stays as it is
+    open_formats by module with a product with a weight, whether the plan leaves its format open
     sparsity     by parameter, its groups, where the plan has products read the largest of each
     compressed   by parameter, how its gradient is compressed, where the plan says so
     """
@@ -92,6 +93,7 @@ class TracedModel(CompilationPhase):
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     precision: Mapping[str, Sequence[Format | None]] = field(default_factory=dict)
+    open_formats: Mapping[str, bool] = field(default_factory=dict)
     sparsity: Mapping[str, SparseWeight] = field(default_factory=dict)
     compressed: Mapping[str, Any] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ from meshc.passes.trace.round_before_dispatch import round_before_dispatch
 from meshc.passes.trace.step_state import refuse_without_steps
 from meshc.passes.trace.weight_products import PRODUCTS, RUNS, SUMMANDS, WeightProduct, WeightProducts, factors_of, faults_of_unused
 from meshc.plan.plan_faults import refuse_faults
-from meshc.plan.precision_lines import PrecisionLine
+from meshc.plan.precision_lines import AUTO, PrecisionLine
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -51,11 +51,13 @@ def set_precision(traced: TracedModel) -> TracedModel:
     faults = faults_of_unused(lines, [product.module for product in products.all])
     refuse_faults("the plan does not fit this model", list(faults.values()))
     for line in lines:
-        if FORMATS[line.format].history:
+        if line.format != AUTO and FORMATS[line.format].history:
             plain = f"`{line.format.partition(',')[0]}`, whose scales are of what is rounded"
             refuse_without_steps(traced, line.where, f"scales of `{line.format}` are made", plain)
     covered, notes = products.covered_by(lines, "precision")
-    chosen, misfits = _fitting(traced, covered, products.all)
+    undecided = [product for product, line in covered if line.format == AUTO]
+    refuse_faults("the plan contradicts itself", _faults_of_undecided(undecided, lines))
+    chosen, misfits = _fitting(traced, [(product, line) for product, line in covered if line.format != AUTO], products.all)
     forms = [form for _, form in chosen]
     notes += misfits + _batch_notes(traced, lines, forms)
     operands: dict[Node, tuple[Format, list[Role], str]] = {}
@@ -77,7 +79,10 @@ def set_precision(traced: TracedModel) -> TracedModel:
     traced = replace(traced.with_notes(*notes), joint=histories.write_results())
     joint.graph.eliminate_dead_code()
     round_before_dispatch(joint.graph)
-    return replace(traced, precision=_formats(traced, products, {product.node: form for product, form in chosen}))
+    return replace(
+        traced, precision=_formats(traced, products, {product.node: form for product, form in chosen}),
+        open_formats=_open_formats(traced, products.all, undecided),
+    )  # fmt: skip
 
 
 def _formats(traced: TracedModel, products: WeightProducts, chosen: Mapping[Node, Format]) -> dict[str, tuple[Format | None, ...]]:
@@ -87,6 +92,27 @@ def _formats(traced: TracedModel, products: WeightProducts, chosen: Mapping[Node
         for name in product.parameters:
             found.setdefault(name, []).append(chosen.get(product.node))
     return {whole: tuple(forms) for name, forms in found.items() if any(forms) for whole in whole_names(traced.depth, name)}
+
+
+def _faults_of_undecided(undecided: Sequence[WeightProduct], lines: Sequence[PrecisionLine]) -> list[str]:
+    """Messages about lines with a format before one that leaves it open: products that the compiler leaves as they are would have it."""
+    found = dict[str, None]()
+    for product in undecided:
+        before = [line for line in lines if line.covers(product.module)]
+        for line in before:
+            if line.format != AUTO:
+                said = f"{before[-1].where} leaves open what {line.where} says of {product.where}"
+                found[f"{said}: write the line that says {AUTO} first, so that the other counts, or leave one of them out"] = None
+    return list(found)
+
+
+def _open_formats(traced: TracedModel, products: Sequence[WeightProduct], undecided: Sequence[WeightProduct]) -> dict[str, bool]:
+    """By module, whether its products are all left open; nothing if none is."""
+    is_open = dict[str, bool]()
+    for product in products if undecided else ():
+        for whole in whole_names(traced.depth, product.module):
+            is_open[whole] = is_open.get(whole, True) and product in undecided
+    return is_open
 
 
 def _fitting(

@@ -1,4 +1,4 @@
-"""The summary's table of products in few bits: those of precision lines, of torch's functions, and those that decode before they multiply."""
+"""The summary's table of products in few bits: of precision lines, of torch's functions, and those that decode before they multiply."""
 
 from __future__ import annotations
 
