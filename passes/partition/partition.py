@@ -278,6 +278,7 @@ class Partitioner:
                 (other, 0)
                 for user in _value_users(source)
                 if (other := self.factors.instances.get(user)) is not None and other.rule.shrinks and other.values[0] == source
+                and self._wants((user, 0))  # another phase brings what it reads itself
             ]
         made = sum(local_bytes(value_record((other.node, i))) for other, i in siblings)
         if len(siblings) < 2 or made < local_bytes(value_record(source)):

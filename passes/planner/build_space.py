@@ -34,6 +34,8 @@ from meshc.passes.planner.search_space import Axes, DecidedValue, Decision, Form
 from meshc.program import packing
 from meshc.program.program import Port
 
+REDUCED = "reduced"
+"""In the place of an axis: what a layout operator sums over, or takes the least of."""
 FREE = ("constant", "random", "buffer", "number")
 
 Base: TypeAlias = Callable[[Decision], Option]
@@ -291,23 +293,36 @@ class _SpaceBuilder:
         """Adds a reading to the value at the root of layout operators. `want` has the reader's labels in place of axes."""
         through: list[LayoutCopy] = []
         shape: list[object] = []
+        reduced: LayoutCopy | None = None
+        sent: tuple[Node, int] | None = None
         while value[0].op == "call_function" and (instance := self.factors.instances[value[0]]).kind == "layout":
             if value[0] in self.free:
                 return
             if not packing.is_view(value[0]):
                 through.insert(0, self._layout_copy(instance))
+                if instance.rule.shrinks and records(value[0])[value[1]].shape == value_record(instance.values[0]).shape:
+                    sent = sent or (value[0], value_record(value).dtype.itemsize)  # type: ignore[union-attr]  # no number is rounded
             shape.append((str(value[0].target), value[1], tuple(map(str, constant_arguments(value[0])))))
-            want, _ = backward_map(instance, value[1], want, self._whole_sharding(instance.values[0]))
+            before = self._whole_sharding(instance.values[0])
+            if instance.sums[value[1]]:
+                reduced = through[0]
+                want = sharding_by_tokens(before, instance.operands[0], dict.fromkeys(instance.sums[value[1]], (REDUCED,)))
+            else:
+                want, _ = backward_map(instance, value[1], want, before)
             defers = defers and not instance.rule.settles
             value = instance.values[0]
         if value[0] in self.free or value not in self.made:
+            return
+        if reduced is not None:
+            slots = tuple(at for at, (_, _, part) in enumerate(want.parts()) if part.axes == (REDUCED,))
+            self.made[value].scales.append(replace(reduced, summed=slots))
             return
         landing = tuple(int(part.axes[0]) if part.axes else None for _, _, part in want.parts())
         if wants is not None:
             wants = tuple(() if at is None else wants[0][at] for at in landing), ()
         position, seam = (len(self.position), None) if node is None else (self.position[node], self.standing.seam(node))
         self.made[value].readings.append(
-            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants, seam)
+            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants, seam, sent)
         )
 
     def _layout_copy(self, instance: Instance) -> LayoutCopy:
@@ -315,7 +330,8 @@ class _SpaceBuilder:
         node, read = instance.node, records(source)[index]
         makes = sum(_bytes(one.shape, one.dtype) for one in records(node))
         taken = sum(_bytes(one.shape, read.dtype) for one in records(node))  # a part of the source, or all of it in another dtype
-        return LayoutCopy(node, min(_bytes(read.shape, read.dtype), taken), makes, self.position[node], self.standing.seam(node))
+        whole = _bytes(read.shape, read.dtype)
+        return LayoutCopy(node, whole if instance.sums[0] else min(whole, taken), makes, self.position[node], self.standing.seam(node))
 
     def _whole_sharding(self, value: Value) -> Sharding:
         return self.names.whole_sharding(self.factors, value)

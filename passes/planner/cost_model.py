@@ -10,7 +10,7 @@ forward has gathered, as `partition` does). Where a class reads a value of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,6 +26,7 @@ from meshc.passes.planner.search_space import (
     Floats,
     Form,
     Key,
+    LayoutCopy,
     Numbers,
     Option,
     Reading,
@@ -162,10 +163,13 @@ def _group(model: CostModel, values: tuple[DecidedValue, ...]) -> ValueGroup:
         rows.setdefault((reader, reading.phase, forms), []).append(at)
     sources, targets = tuple(lies), tuple(wants)
     size = float(first.elements * first.itemsize)
-    price = model.moves.table(sources, targets, size)
     gathers = _gathers(sources, targets)
+    price = {
+        phase: np.where(gathers, model.moves.table(sources, targets, size * part), model.moves.table(sources, targets, size))
+        for phase, part in _gathered_parts(first).items()
+    }
     legs = tuple(
-        Leg(reader, np.array(forms), phase, price, gathers, tuple(readings))
+        Leg(reader, np.array(forms), phase, price[phase], gathers, tuple(readings))
         for (reader, phase, forms), readings in rows.items()
     )
     return ValueGroup(
@@ -173,6 +177,20 @@ def _group(model: CostModel, values: tuple[DecidedValue, ...]) -> ValueGroup:
         np.array([model.operators.held_bytes(first, form[0]) for form in sources]),
         np.array([model.operators.held_bytes(first, form[0]) for form in targets]),
     )  # fmt: skip
+
+
+def _gathered_parts(value: DecidedValue) -> dict[str, float]:
+    """By phase, the part of a value's bytes that a gather sends: of what is made of it in fewer bytes, where nothing else is read."""
+    found: dict[str, dict[Node, int] | None] = {}
+    for reading in value.readings:
+        of_phase = found.setdefault(reading.phase, {})
+        if reading.sent is None:
+            found[reading.phase] = None
+        elif of_phase is not None:
+            of_phase[reading.sent[0]] = reading.sent[1]
+    return {
+        phase: 1.0 if made is None or not value.itemsize else min(1.0, sum(made.values()) / value.itemsize) for phase, made in found.items()
+    }
 
 
 def _reader(model: CostModel, maker: int, reading: Reading) -> tuple[int, Sequence[Option]]:
@@ -195,9 +213,21 @@ def _copy_seconds(model: CostModel, group: ValueGroup) -> Floats:
     """Seconds, by option of the maker, of casts and copies between a value and its readers, each counted once."""
     value, device = group.values[0], model.operators.device
     copies = {copied.node: copied for reading in value.readings for copied in reading.through}
+    copies |= {scale.node: scale for scale in value.scales}
     if not copies:
         return np.zeros(len(group.given))
     whole = value.elements * value.itemsize
     part = group.held / whole if whole else np.ones(len(group.lies))
     per_form = sum((one.reads + one.makes) * part / device.bytes_per_s + device.launch_s for one in copies.values())
-    return np.asarray(per_form)[group.given]
+    summed = [_summed_seconds(model, form, copies.values()) for form in group.lies]
+    return np.asarray(per_form + np.array(summed))[group.given]
+
+
+def _summed_seconds(model: CostModel, form: Form, copies: Iterable[LayoutCopy]) -> float:
+    """Seconds of the messages by which ranks reduce what each has reduced of what it has."""
+    total = 0.0
+    for copied in copies:
+        axes = tuple(axis for slot in copied.summed for axis in form[0][slot])
+        if axes:
+            total += model.moves.seconds(((), tuple((axis, "min") for axis in axes)), ((), ()), copied.makes)
+    return total

@@ -58,13 +58,14 @@ class Decision:
 @dataclass(frozen=True)
 class LayoutCopy:
     """Layout operator between a value and its reader that moves memory: a cast, a copy. `reads`, `makes`: bytes, if whole. `seam`: as of a
-    `DecidedValue`."""
+    `DecidedValue`. `summed`: slots of the value over which it reduces what lies on a rank, and ranks then theirs."""
 
     node: Node
     reads: int
     makes: int
     position: int
     seam: int | None = None
+    summed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Reading:
     defers    whether the reader's deferred axes include this operand
     position  of the reader in the graph;  operand  index among its operands, -1 for outputs of a program
     through   layout operators between that move memory, the value's side first
+    sent      (that behind which a gather stands, since fewer bytes are made there; bytes of an element); None: the value itself
     wants     form that a reader without a decision wants
     seam      as of a `DecidedValue`
     """
@@ -90,6 +92,7 @@ class Reading:
     shape: tuple[object, ...] = ()
     wants: Form | None = None
     seam: int | None = None
+    sent: tuple[Node, int] | None = None
 
 
 @dataclass
@@ -100,6 +103,7 @@ class DecidedValue:
     landing  for each slot: label of that decision;  sums  (label, reduction) of labels that leave it partial
     sizes    of its slots;  itemsize  bytes of an element
     seam     position before which the same values of omitted layers come, None if there are none
+    scales   reductions of what lies on a rank, such as of an 8-bit operand's scales: they want it as it lies
     count    number of values of the whole model that this one stands for, itself included
     """
 
@@ -114,6 +118,7 @@ class DecidedValue:
     position: int
     seam: int | None = None
     readings: list[Reading] = field(default_factory=list)
+    scales: list[LayoutCopy] = field(default_factory=list)
     count: int = 1
 
     @property

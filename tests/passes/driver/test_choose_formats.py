@@ -134,7 +134,7 @@ def test_lines_around_it() -> None:
     one."""
     program = step("dp=2", "precision *: auto\nprecision head: auto\nprecision layers.*.down: float8 tensor\nprecision layers.1.up: bf16")
     assert lines(program) == {"head": "float8 row", "layers.0.up": "float8 row", "layers.*.down": "float8 tensor", "layers.1.up": "bf16"}
-    formats = {name: form.name for name, form in program.lowered.placed.traced.precision.items()}
+    formats = {name: one.name for name, (one,) in program.lowered.placed.traced.precision.items() if one is not None}
     assert formats["layers.0.up.weight"] == formats["head.weight"] == "float8 row" and formats["layers.1.up.weight"] == "bf16"
     assert "odd.weight" not in formats and meshc.verify(program, dtype=torch.float32).ok
 

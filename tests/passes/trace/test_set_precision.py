@@ -236,3 +236,19 @@ def test_sizes_that_blocks_do_not_fit_are_said() -> None:
 def test_what_does_not_fit_is_refused(line: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         step("dp=2", line, layers=1)
+
+
+def test_activations_are_gathered_in_eight_bits_for_sequence_parallelism() -> None:
+    """In forward the one of their two roundings that is read there, at a byte an element, once for the two products that read it."""
+    program = step("sp=4", "precision layers.*: float8 row")
+    forward = [use for use in collectives(program.compiled) if use.kind == "all_gather" and use.phase == "forward"]
+    assert {use.dtype: use.bytes_per_rank for use in forward} == {torch.float8_e4m3fn: 16 * 32 * 128, torch.float32: 16 * 32 * 4}
+    assert meshc.verify(program).worst < 1e-12
+
+
+def test_blocks_that_several_ranks_store_are_gathered_in_eight_bits() -> None:
+    """A scale of a block is then the least of theirs: three blocks of rows, or one, over four ranks."""
+    program = step("dp_shard=4", "precision layers.*: float8 block")
+    gathered = [use for use in collectives(program.compiled) if use.kind == "all_gather" and use.phase == "forward"]
+    weights = sum(use.bytes_per_rank for use in gathered if use.dtype == torch.float8_e4m3fn)
+    assert weights == 2 * 3 * 128 * 384 and meshc.verify(program).worst < 1e-12
