@@ -28,6 +28,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.reference import Reference
 from meshc.text.allowed_operators import name_of
 from tests.models import Case
 
@@ -62,7 +63,7 @@ class Captured:
         )  # fmt: skip
         with torch.set_grad_enabled(train):
             self.traced = compile_program.trace(self.request)
-        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
+        self.reference = Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
     def program(self, mesh: str, plan: str | Plan | None = None, **changes: Any) -> PlainProgram:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches) or options."""
@@ -105,7 +106,7 @@ class Captured:
         spec = describe(make(self.reference.module.parameters()))
         program = self.program(mesh, plan, optimizer=spec, **cut)
 
-        def update(reference: verification.Reference, report: verification.Report) -> None:
+        def update(reference: Reference, report: verification.Report) -> None:
             optimizer = make(reference.module.parameters())
             self.compare_steps(program, optimizer, spec, report, clip=clip, steps=steps, reference=reference)
 
@@ -114,7 +115,7 @@ class Captured:
 
     def compare_steps(
         self, program: PlainProgram, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, report: verification.Report, *,
-        clip: float | None, steps: int, reference: verification.Reference | None = None,
+        clip: float | None, steps: int, reference: Reference | None = None,
     ) -> None:  # fmt: skip
         """Losses, and in float64 parameters, of some steps from the model's present state and a new optimizer's. reference: the model, if
         it is to round otherwise."""

@@ -45,6 +45,7 @@ from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.reference import Reference
 from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_dtypes import ReferenceDtypes
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
@@ -190,7 +191,7 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 """Of programs of open sizes, which are verified at several, what they were compared by last."""
 
 
-def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool) -> verification.Reference:
+def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, call: Arguments, double: bool) -> Reference:
     """A copy of the model on one device, with these values and inputs, for a program of it to be compared with."""
     store, module, lowered = program.compilations.store, program.asked.module, program.lowered
     with calls_allowed(module):
@@ -205,7 +206,7 @@ def reference_of(program: Program, values: Mapping[str, torch.Tensor] | None, ca
     lines = {name: weight.line for name, weight in lowered.placed.traced.sparsity.items()}
     computes = lowered.plan.computes
     eight_bits = any(True for _ in _rounds_itself(lowered.placed.factors))
-    return verification.Reference(
+    return Reference(
         twin, function, args, kwargs, seed, double, lowered.parts, None, lowered.request.hooks, of_python, lowered.placed.traced.precision,
         ReferenceMasks(twin, lines) if lines else None, _compressions(program), eight_bits, _rounded_stages(program, twin),
         ReferenceDtypes(twin, computes) if computes else None, scaler,
@@ -267,7 +268,7 @@ def _verify_there(
             report.left_out = ROUNDED
         elif program.step is not None:
 
-            def update(reference: verification.Reference, report: verification.Report) -> None:
+            def update(reference: Reference, report: verification.Report) -> None:
                 verify_update(program, again.updating, shapes, twin, reference, report, double)
 
             verification.run_comparison(report, reference, update)
@@ -320,7 +321,7 @@ def _rounds_itself(factors: Factors) -> Iterator[str]:
 
 
 def _raise_if_wrong(
-    report: verification.Report, compiled: PlainProgram, graph: Graph, parts: MicrobatchSplit | None, reference: verification.Reference
+    report: verification.Report, compiled: PlainProgram, graph: Graph, parts: MicrobatchSplit | None, reference: Reference
 ) -> None:
     if report.ok:
         return
@@ -335,7 +336,7 @@ def verify_update(
     compiled_for: Callable[[OptimizerSpec], PlainProgram],
     shapes: Mapping[str, Sequence[int]],
     twin: nn.Module,
-    reference: verification.Reference,
+    reference: Reference,
     report: verification.Report,
     double: bool,
 ) -> None:

@@ -92,7 +92,7 @@ class Plan:
         axes: Iterable[AxisEntry],
         stores: Iterable[StoreLine] | None = None,
         operators: Iterable[OperatorPin] | None = None,
-        precisions: Iterable[PrecisionLine] | None = None,
+        precisions: Iterable[PrecisionLine | ComputeLine] | None = None,
     ) -> Plan:
         """The plan with its entries replaced, and its store lines, operator pins or precision lines too if given; all other lines stay."""
         given = {"axes": axes, "stores": stores, "operators": operators, "precisions": precisions}
@@ -156,7 +156,7 @@ class Plan:
     @property
     def leaves_formats_open(self) -> bool:
         """Whether a precision line leaves a choice to the compiler."""
-        return any(line.format == AUTO for line in self.precisions)
+        return any(line.format == AUTO for line in self.formats)
 
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(**{name: lines + getattr(other, name) for name, lines in vars(self).items()})

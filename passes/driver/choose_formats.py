@@ -68,8 +68,9 @@ def _kinds(modules: Sequence[str]) -> Kinds:
 
 def _with_lines(plan: Plan, lines: Mapping[PrecisionLine, Sequence[PrecisionLine]]) -> Plan:
     """The plan with these lines in the place of each that leaves formats open."""
+    is_open = {line for line in plan.formats if line.format == AUTO}
     return plan.having(
-        plan.axes, precisions=[each for line in plan.precisions for each in ([line] if line.format != AUTO else lines.get(line, ()))]
+        plan.axes, precisions=[each for line in plan.precisions for each in (lines.get(line, ()) if line in is_open else [line])]
     )
 
 
@@ -123,7 +124,7 @@ class _FormatSearch:
         """Lines for the kinds, by the line that leaves their format open."""
         found: dict[PrecisionLine, list[PrecisionLine]] = defaultdict(list)
         for kind in chosen:
-            last = next(line for line in reversed(self.plan.precisions) if line.covers(self.kinds[kind][0]))
+            last = next(line for line in reversed(self.plan.formats) if line.covers(self.kinds[kind][0]))
             found[last] += [PrecisionLine(pattern, self.format) for pattern in self._patterns(kind, self.kinds[kind]) or ()]
         return found
 

@@ -137,7 +137,7 @@ class FewBits(TorchDispatchMode):
     def _multiply(self, a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role], name: str) -> Tensor:
         """The product that is about a weight, in a format."""
         known = partial(self.scales.scale, form=form, name=name) if form.history else None
-        drawn = StepDraws(draw_name(name, "weight" in roles), self.seed, "weight" in roles) if form.random else None
+        drawn = GradientDraws(draw_name(name, "weight" in roles), self.seed, "weight" in roles) if form.random else None
         return multiply(*self._mask_weights((a, b)), form, roles, known, drawn)
 
     def _next_format(self, names: Sequence[str], other: Tensor) -> Format | None:
@@ -228,7 +228,7 @@ Known = Callable[[Tensor, Role], Tensor]
 
 
 @dataclass(frozen=True)
-class StepDraws:
+class GradientDraws:
     """Draws by which a gradient [rows, features] is rounded. `seed`: of the step; `sums_features`: whether its product sums over these."""
 
     name: str
@@ -242,7 +242,7 @@ class StepDraws:
 
 
 def multiply(
-    a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role], known: Known | None = None, drawn: StepDraws | None = None
+    a: Tensor, b: Tensor, form: Format, roles: tuple[Role, Role], known: Known | None = None, drawn: GradientDraws | None = None
 ) -> Tensor:
     """a [.., m, k] times b [.., k, n] in a format, each operand rounded and brought back."""
     if not form.is_scaled:
@@ -256,7 +256,7 @@ def multiply(
 
 
 def round_operand(
-    x: Tensor, form: Format, role: Role, summed: int, dtype: torch.dtype, known: Known | None = None, drawn: StepDraws | None = None
+    x: Tensor, form: Format, role: Role, summed: int, dtype: torch.dtype, known: Known | None = None, drawn: GradientDraws | None = None
 ) -> Tensor:
     """An operand's values after rounding, whose dim `summed` (-1 or -2) is summed over."""
     if not form.is_scaled:

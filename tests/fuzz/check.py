@@ -27,6 +27,7 @@ from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram, TracedGraph
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator import reference_comparison as verification
+from meshc.runtime.simulator.reference import Reference
 from meshc.text.parse import parse_stage
 from meshc.text.printer import print_stage, side_table
 from tests.fuzz.case import PLAIN, Case, How
@@ -85,7 +86,7 @@ class Captured:
         with torch.set_grad_enabled(grad):
             self.placed = compile_program.update_and_factorize(compile_program.trace(self.request))
         formats = self.placed.traced.precision
-        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts, formats=formats)
+        self.reference = Reference(model, traced.function, (), inputs, 0, True, self.placed.parts, formats=formats)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:

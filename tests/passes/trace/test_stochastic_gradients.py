@@ -105,7 +105,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(reference_formats, "draw_name", lambda name, sums: formats.draw_name(name, not sums))
     else:
         nearest: Callable[..., Tensor] = lambda draws, blocks, scale, element: ours.quantize(blocks, scale, element)  # noqa: E731
-        monkeypatch.setattr(reference_formats.StepDraws, "quantize", nearest)
+        monkeypatch.setattr(reference_formats.GradientDraws, "quantize", nearest)
     with pytest.raises(VerifyError):
         meshc.verify(step("dp=2", f"precision layers.*: {ROW}", layers=1))
 
