@@ -67,7 +67,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 def spans_batch(form: Format) -> bool:
     """Whether one scale covers elements of several microbatches."""
-    return form.is_scaled and (form.two or form.along == WHOLE and WEIGHT_GRADIENT not in form.high)
+    return form.is_scaled and not form.history and (form.two or (form.along == WHOLE and WEIGHT_GRADIENT not in form.high))
 
 
 def case(name: str, form: str) -> Case:
