@@ -22,10 +22,9 @@ from meshc.ir import spmd
 from meshc.ir.functions import Target
 from meshc.ir.nodes import KEY, is_getitem, is_integer, op_name, operands, records
 from meshc.ir.schemas import RESHAPES
-from meshc.ops import quantize as _quantize  # noqa: F401 - registers its operators
 from meshc.private import OpOverload
 
-aten, meshc = torch.ops.aten, torch.ops.meshc
+aten = torch.ops.aten
 
 MAKING: Final[Mapping[str, tuple[tuple[int, ...], tuple[int | None, ...]]]] = {
     "meshc.used_rows": ((), (1, None)),
@@ -46,19 +45,22 @@ ELEMENTS: Final = frozenset(
         aten.softplus_backward.default, aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
         aten.mish_backward.default, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar,
         aten.masked_fill.Tensor, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.clone.default,
-        aten._to_copy.default, aten.alias.default, aten.detach.default, meshc.quantize.default, meshc.dequantize.default,
+        aten._to_copy.default, aten.alias.default, aten.detach.default,
     }
 )  # fmt: skip
 """Pointwise operators that torch does not tag so."""
+
+ROUNDING: Final = ("meshc.quantize", "meshc.dequantize")
+"""Names of meshc's own."""
 
 ALONG: Final[Mapping[object, tuple[int, ...]]] = {
     aten.slice.Tensor: (1,), aten.select.int: (1,), aten.unsqueeze.default: (1,), aten.squeeze.dim: (1,), aten.transpose.int: (1, 2),
     aten.split.Tensor: (2,), aten.split_with_sizes.default: (2,), aten.cat.default: (1,), aten.slice_scatter.default: (2,),
     aten._softmax.default: (1,),
     aten._softmax_backward_data.default: (2,), aten.sum.dim_IntList: (1,), aten.mean.dim: (1,), aten.amax.default: (1,),
-    aten.amin.default: (1,), spmd.mask: (1,), meshc.scale_of.default: (1,),
+    aten.amin.default: (1,), spmd.mask: (1,), "meshc.scale_of": (1,),
 }  # fmt: skip
-"""Operators that work along dims, and the positions of the arguments that name these dims."""
+"""Operators that work along dims, some by name, and the positions of the arguments that name these dims."""
 
 SHAPED: Final = (*RESHAPES, aten.expand.default)
 """Operators that take a shape; of used rows it has -1 in place of their number."""
@@ -92,9 +94,9 @@ def rows_dim(node: Node, dims: Dims) -> int | None:
     count, dim = records(first)[0].shape[of_rows[first]], of_rows[first]
     if node.target in SHAPED:
         return _of_shape(node.target, records(first)[0].shape, dim, made.shape)
-    if node.target in ALONG:
+    if _along_places(node) is not None:
         return dim if _along(node, first, of_rows) and made.shape[: dim + 1] == records(first)[0].shape[: dim + 1] else None
-    if not _is_by_element(node.target) or len(behind) != 1:
+    if not (_is_by_element(node.target) or op_name(node) in ROUNDING) or len(behind) != 1:
         return None
     place = len(made.shape) - behind.pop()
     fits = place >= 0 and made.shape[place] == count and prod(made.shape[:place]) == 1
@@ -144,6 +146,10 @@ def _rows_text(dim: int | None) -> str:
     return "all rows" if dim is None else f"the used rows along dim {dim}"
 
 
+def _along_places(node: Node) -> tuple[int, ...] | None:
+    return ALONG.get(node.target) or ALONG.get(op_name(node))
+
+
 def _is_by_element(target: Target) -> bool:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
@@ -170,7 +176,7 @@ def _along(node: Node, first: Node, of_rows: Mapping[Node, int]) -> bool:
         return False
     if node.kwargs.keys() & {"dim", "dims"}:
         return False
-    for place in ALONG[node.target]:
+    for place in _along_places(node) or ():
         said = node.args[place] if len(node.args) > place else 0
         along = said if isinstance(said, list | tuple) else [said]
         if not along or not all(type(one) is int and one % rank > dim for one in along):

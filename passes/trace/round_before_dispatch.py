@@ -1,4 +1,4 @@
-"""Rounding before dispatch: rows that experts read in few bits are rounded where their tokens lie, and handed out so.
+"""Rounding before dispatch: rows that experts read in few bits are rounded where their tokens are, and handed out so.
 
     rows = reshape(to_groups(x, own))                    s = scale_of(x, [1], "e4m3", "down");  q = quantize(x, s, "e4m3")
     s = scale_of(rows, [2], "e4m3", "down")    becomes   quantized = reshape(to_groups(q, own))

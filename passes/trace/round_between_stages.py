@@ -48,7 +48,7 @@ def round_between_stages(traced: TracedModel) -> TracedModel:
     module = traced.model.module
     splits = traced.request.options.pipeline.splits or ()
     _take_items_early(module.graph)
-    values = _Values(module)
+    values = _LearnedValues(module)
     begins = [*_boundaries(module.graph, splits)]
     ends = [values.number[node] for node in begins[1:]] + [len(values.number)]
     rounded: list[Node] = []
@@ -106,7 +106,7 @@ def _take_items_early(graph: Graph) -> None:
                     node.append(user)
 
 
-class _Values:
+class _LearnedValues:
     """The values of a torch-level graph that hang on parameters and on the batch."""
 
     def __init__(self, module: GraphModule) -> None:
@@ -130,7 +130,7 @@ def _crosses(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
-def _cross(values: _Values, begins: Node, end: int, stage: int, line: CompressLine) -> Iterator[Node]:
+def _cross(values: _LearnedValues, begins: Node, end: int, stage: int, line: CompressLine) -> Iterator[Node]:
     """Rounds what is made before a stage and read in it. `end`: the number of the first call behind it."""
     at, crossing = values.number[begins], dict[Node, list[Node]]()
     for node in values.active:
@@ -147,7 +147,7 @@ def _cross(values: _Values, begins: Node, end: int, stage: int, line: CompressLi
         yield made
 
 
-def _refuse_shared_writes(values: _Values, crossing: dict[Node, list[Node]], at: int, line: CompressLine) -> None:
+def _refuse_shared_writes(values: _LearnedValues, crossing: dict[Node, list[Node]], at: int, line: CompressLine) -> None:
     """Raises PlanError where a value is written in place behind a boundary that another view of its memory crosses, too."""
     memory: dict[int, list[Node]] = {}
     for node in crossing:
@@ -178,7 +178,7 @@ def write_roundings(traced: TracedModel) -> TracedModel:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _RoundedValue:
     """Values in few bits, and the peaks of their blocks."""
 
     values: Node
@@ -188,7 +188,7 @@ class _Sent:
 class _RoundingWriter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._sent: dict[tuple[Node, str], _Sent] = {}
+        self._sent: dict[tuple[Node, str], _RoundedValue] = {}
         self._from: dict[int, int] = {}
         """By autograd's number of a call, that of what it rounds."""
 
@@ -216,7 +216,7 @@ class _RoundingWriter:
         node.replace_all_uses_with(back)
         self.graph.erase_node(node)
 
-    def _send(self, x: Node, element: str, like: Record, number: int | None) -> _Sent:
+    def _send(self, x: Node, element: str, like: Record, number: int | None) -> _RoundedValue:
         tile = _tile(like.shape)
 
         def emit(after: Node, target: Function, *args: object) -> Node:
@@ -228,7 +228,7 @@ class _RoundingWriter:
             return made
 
         peaks = emit(x, meshc.block_scale.default, x, *tile)
-        return _Sent(emit(peaks, meshc.quantize_blocks.default, x, peaks, element, *tile), peaks)
+        return _RoundedValue(emit(peaks, meshc.quantize_blocks.default, x, peaks, element, *tile), peaks)
 
 
 def _tile(shape: Sequence[int]) -> tuple[list[int], list[int], list[int], int]:

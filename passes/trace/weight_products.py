@@ -166,9 +166,15 @@ class WeightProducts:
         """(product of backward, position of its factor that is a gradient, what it is: "gradient", or "weight gradient")."""
         for place, what in ((product.weight, "gradient"), (1 - product.weight, "weight gradient")):
             for node in self._backward.get((product.module, product.bases[place]), ()):
-                numbers = {product.node.meta.get(NUMBER), node.meta.get(NUMBER)} - {None}
-                if len(numbers) < 2:  # else it is of another product with the same factor
+                number = node.meta.get(NUMBER)
+                if number == product.node.meta.get(NUMBER) or number not in self._numbers:  # else of another product with the same factor
                     yield node, 1 - [self._base(one) for one in factors_of(node)].index(product.bases[place]), what
+
+    @cached_property
+    def _numbers(self) -> set[int]:
+        """Numbers of the products of forward. Of two that are alike there is one, and the backward of the other is its own, too."""
+        nodes = (node for node in self.graph.nodes if node.target in KINDS and record(node).phase == "forward")
+        return {node.meta[NUMBER] for node in nodes if node.meta.get(NUMBER) is not None}
 
     @cached_property
     def _backward(self) -> dict[tuple[str, Node], list[Node]]:

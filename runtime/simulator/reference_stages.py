@@ -25,7 +25,7 @@ from meshc.ops import compress as _compress  # noqa: F401 - registers its operat
 
 
 @dataclass
-class _Made:
+class _MadeValue:
     """Of a value: the stage that made it, and whether it hangs on parameters, and on other tensors."""
 
     value: Tensor
@@ -34,7 +34,7 @@ class _Made:
     given: bool
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounding(torch.autograd.Function):
     """A value, and on the way back its gradient, rounded in blocks of a row."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class RoundedStages(TorchFunctionMode):
         super().__init__()
         self.module, self.splits, self.format = module, splits, format
         self.stage = 0
-        self.made: dict[int, _Made] = {}
+        self.made: dict[int, _MadeValue] = {}
         self.sent: dict[tuple[int, int], Tensor] = {}
 
     @contextmanager
@@ -88,22 +88,22 @@ class RoundedStages(TorchFunctionMode):
             if torch.is_grad_enabled():
                 raise VerifyError("forward runs again in backward, where what crosses stages is not known on one device")
             return func(*args, **kwargs)
-        read = [self._known(one) for one in trees.leaves((args, kwargs)) if isinstance(one, Tensor)]
-        args, kwargs = trees.map_leaves(self._received, (tuple(args), kwargs))
+        read = [self._record_of(one) for one in trees.leaves((args, kwargs)) if isinstance(one, Tensor)]
+        args, kwargs = trees.map_leaves(self._read_value, (tuple(args), kwargs))
         result = func(*args, **kwargs)
         learned, given = any(one.learned for one in read), any(one.given for one in read) or not read
         for one in trees.leaves(result):
             if isinstance(one, Tensor) and not isinstance(one, nn.Parameter):
-                self.made[id(one)] = _Made(one, self.stage, learned, given)
+                self.made[id(one)] = _MadeValue(one, self.stage, learned, given)
         return result
 
-    def _known(self, value: Tensor) -> _Made:
+    def _record_of(self, value: Tensor) -> _MadeValue:
         found = self.made.get(id(value))
         if found is None:
-            found = _Made(value, self.stage, isinstance(value, nn.Parameter), not isinstance(value, nn.Parameter))
+            found = _MadeValue(value, self.stage, isinstance(value, nn.Parameter), not isinstance(value, nn.Parameter))
         return found
 
-    def _received(self, value: Any) -> Any:
+    def _read_value(self, value: Any) -> Any:
         """What a call of this stage reads in the place of a value."""
         known = self.made.get(id(value)) if isinstance(value, Tensor) else None
         if known is None or known.stage == self.stage or not (known.learned and known.given):
@@ -113,5 +113,5 @@ class RoundedStages(TorchFunctionMode):
         key = id(value), self.stage
         if key not in self.sent:
             with torch._C.DisableTorchFunction():
-                self.sent[key] = _Rounded.apply(value, COMPRESSED[self.format])
+                self.sent[key] = _Rounding.apply(value, COMPRESSED[self.format])
         return self.sent[key]
