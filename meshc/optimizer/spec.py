@@ -50,6 +50,7 @@ SUM_ERROR = HIDDEN + "sum_error"
 
 NON_FINITE = HIDDEN + "non_finite"
 """Above 0 if the gradient of the last step had an infinity or a NaN, where the loss is scaled."""
+
 MASK = HIDDEN + "mask"
 """Which entries of the parameter products read, where the plan makes this anew every so many steps."""
 

@@ -284,9 +284,6 @@ def compare_steps(
         for member in members:
             reference.scaler.step(member)
         reference.scaler.update()
-        if reference.masks is not None:
-            reference.masks.fix_weights()
-            member.step()
         reference.end_step()
         keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
