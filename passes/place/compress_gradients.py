@@ -40,9 +40,8 @@ from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.traced_model import CompressionSide, TracedModel
 from meshc.passes.place.find_factors import find_factors
 from meshc.passes.place.gradient_parts import GradientParts, RowCut
-from meshc.passes.trace.appender import Appender
+from meshc.passes.trace.step_state import StepState
 from meshc.plan.precision_lines import CompressLine
-from meshc.program.program import Port
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -62,8 +61,8 @@ def compress_gradients(traced: TracedModel) -> TracedModel:
     joint, placed = traced.operators(), find_factors(traced)
     batch = {factor for factor, names in placed.names.also.items() if BATCH in names}
     cut = GradientParts(placed.factors, batch, line.count(placed.sizes[line.axis]))
-    write = _CompressionWriter(Appender(joint.graph, "update"), line, cut)
-    outputs, results, why = [], [], dict[str, list[str]]()
+    write = _CompressionWriter(StepState(joint), line, cut)
+    results, why = [], dict[str, list[str]]()
     for port, node in zip(joint.outputs, joint.results(), strict=True):
         refusal = "" if port.kind == "gradient" else "-"
         if not refusal:
@@ -72,16 +71,12 @@ def compress_gradients(traced: TracedModel) -> TracedModel:
             node = write.compress(port.name, node)
         elif port.kind == "gradient":
             why.setdefault(refusal, []).append(port.name)
-        outputs.append(port)
         results.append(node)
     if not write.cuts:
         _refuse_nothing(line, why)
-    set_results(joint.graph, [*results, *(node for _, node in write.outputs)])
+    set_results(joint.graph, results)
+    joint = replace(write.state.write_results(), compressed=write.compressed)
     joint.graph.eliminate_dead_code()
-    joint = replace(
-        joint, inputs=(*joint.inputs, *write.inputs), outputs=(*outputs, *(port for port, _ in write.outputs)),
-        updates={**joint.updates, **write.updates}, compressed=write.compressed,
-    )  # fmt: skip
     notes = [f"{line}: {join_names(names, 4)} {'is' if len(names) == 1 else 'are'} summed as usual: {text}" for text, names in why.items()]
     cuts = {whole: found for name, found in write.cuts.items() for whole in whole_names(traced.depth, name)}
     return replace(traced.with_notes(*notes), joint=joint, compressed=cuts)
@@ -156,11 +151,8 @@ class Compression:
 
 
 class _CompressionWriter:
-    def __init__(self, add: Appender, line: CompressLine, parts: GradientParts) -> None:
-        self.add, self.line, self.parts = add, line, parts
-        self.inputs: list[Port] = []
-        self.outputs: list[tuple[Port, Node]] = []
-        self.updates: dict[Node, str] = {}
+    def __init__(self, state: StepState, line: CompressLine, parts: GradientParts) -> None:
+        self.state, self.add, self.line, self.parts = state, state.add, line, parts
         self.compressed: dict[Node, CompressionSide] = {}
         self.cuts: dict[str, Compression] = {}
 
@@ -186,28 +178,19 @@ class _CompressionWriter:
         computed = torch.float64 if own == torch.float64 else torch.float32
         before = len(self.add.made)
         given = self._cast(parts, computed)
-        errors = self._state(name, PART_ERRORS, record(parts).shape, computed)
+        errors = self.state.enter(name, PART_ERRORS, record(parts).shape, computed)
         wanted = self._on_parts(aten.add.Tensor, given, errors)
         sent = self._round(wanted, 1, computed, home=False)
-        self._keep(name, PART_ERRORS, self._on_parts(aten.sub.Tensor, wanted, sent))
-        error = self._state(name, SUM_ERROR, record(gradient).shape, computed)
+        self.state.leave(name, PART_ERRORS, self._on_parts(aten.sub.Tensor, wanted, sent))
+        error = self.state.enter(name, SUM_ERROR, record(gradient).shape, computed)
         total = self._at_home(aten.add.Tensor, self._at_home(aten.sum.dim_IntList, sent, [0]), error)
         back = self._round(total, 0, computed, home=True)
-        self._keep(name, SUM_ERROR, self._at_home(aten.sub.Tensor, total, back))
+        self.state.leave(name, SUM_ERROR, self._at_home(aten.sub.Tensor, total, back))
         for node in self.add.made[before:]:
-            self.updates[node] = name
+            self.state.updates[node] = name
             set_reason(node, reason=f"{self.line}")
         self.cuts[name] = Compression(self.line.format, tuple(self.parts.cuts[one] for one in products))
         return self._cast(back, own)
-
-    def _state(self, name: str, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
-        self.inputs.append(Port("state", f"{name}/{slot}", shape, dtype, of=name))
-        return self.add.placeholder(f"{name}/{slot}", shape, dtype)
-
-    def _keep(self, name: str, slot: str, value: Node) -> None:
-        made = record(value)
-        assert made.dtype is not None
-        self.outputs.append((Port("state", f"{name}/{slot}", made.shape, made.dtype, of=name), value))
 
     def _on_parts(self, target: object, *args: object) -> Node:
         node = self.add.call(target, *args)  # type: ignore[arg-type]

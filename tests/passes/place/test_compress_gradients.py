@@ -20,7 +20,7 @@ from meshc.ir import record, spmd
 from meshc.ir.keys import is_a
 from meshc.ops.block_codes import BLOCK
 from meshc.optimizer.spec import PART_ERRORS, SUM_ERROR
-from meshc.passes.place.compress_gradients import _CompressionWriter
+from meshc.passes.trace.step_state import StepState
 from meshc.plan.plan import Plan
 from meshc.report.summary import collectives
 from meshc.runtime.simulator.reference_compression import round_gradient
@@ -196,14 +196,14 @@ def test_what_is_lost_by_rounding_comes_later() -> None:
 
 @pytest.mark.parametrize("slot", [PART_ERRORS, SUM_ERROR])
 def test_an_error_that_is_lost_is_caught(slot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = _CompressionWriter._keep
+    leave = StepState.leave
 
-    def lose(self: _CompressionWriter, name: str, kept: str, value: Any) -> None:
+    def lose(self: StepState, name: str, kept: str, value: Any) -> None:
         lost = kept == slot and name == "down.weight"
-        keep(self, name, kept, self._on_parts(torch.ops.aten.zeros_like.default, value) if lost else value)
+        leave(self, name, kept, self.add.call(torch.ops.aten.zeros_like.default, value) if lost else value)
 
     with monkeypatch.context() as planted:
-        planted.setattr(_CompressionWriter, "_keep", lose)
+        planted.setattr(StepState, "leave", lose)
         with pytest.raises(VerifyError, match=f"state {slot} after step 0, down.weight"):
             meshc.verify(step("dp=2", "dp: batch\ncompress dp: int8"))
 
