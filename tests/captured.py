@@ -28,7 +28,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
-from meshc.runtime.simulator.reference import Reference
+from meshc.runtime.simulator.reference_model import Reference
 from meshc.text.allowed_operators import name_of
 from tests.models import Case
 

@@ -45,10 +45,10 @@ from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.first_wrong_value import first_wrong
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
-from meshc.runtime.simulator.reference import Reference
 from meshc.runtime.simulator.reference_compression import CompressedGradients
 from meshc.runtime.simulator.reference_dtypes import ReferenceDtypes
 from meshc.runtime.simulator.reference_masks import ReferenceMasks
+from meshc.runtime.simulator.reference_model import Reference
 from meshc.runtime.simulator.reference_stages import RoundedStages
 from meshc.runtime.state.ownership import calls_allowed
 

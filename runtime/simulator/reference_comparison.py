@@ -21,7 +21,7 @@ from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
-from meshc.runtime.simulator.reference import Reference
+from meshc.runtime.simulator.reference_model import Reference
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES
 from meshc.runtime.simulator.simulation import simulate
 from meshc.runtime.simulator.tensor_error import FLOOR, error, peak_of

@@ -27,7 +27,7 @@ from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram, TracedGraph
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator import reference_comparison as verification
-from meshc.runtime.simulator.reference import Reference
+from meshc.runtime.simulator.reference_model import Reference
 from meshc.text.parse import parse_stage
 from meshc.text.printer import print_stage, side_table
 from tests.fuzz.case import PLAIN, Case, How

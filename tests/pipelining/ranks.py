@@ -19,8 +19,8 @@ from meshc.frontend import call_keys
 from meshc.frontend.train_step import traced_step
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen, widen_inputs
-from meshc.runtime.simulator.reference import Reference
 from meshc.runtime.simulator.reference_comparison import Report
+from meshc.runtime.simulator.reference_model import Reference
 from tests.pipelining.cells import MICROBATCHES, STEPS, adamw
 from tests.processes.session import device_mesh
 from tests.zoo.run import case
