@@ -102,7 +102,9 @@ OPTIONAL: dict[str, Step | Experts | Matrices] = {
 NEEDED = {
     "capture": "the model's graph",
     "autocast": "a program does not know torch's autocast",
+    "round_between_stages": "messages between stages in few bits, of plans that ask for them",
     "differentiate": "gradients",
+    "between_stages": "likewise: which stage rounds and which one reads",
     "sparsity": "weights that products read some of, of plans that ask for them",
     "precision": "products in few bits, of plans that ask for them",
     "compress": "gradients in fewer bits, of plans that ask for them",
