@@ -25,6 +25,7 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from meshc.ir.formats import ELEMENTS
 from meshc.ops import philox
@@ -34,6 +35,8 @@ from meshc.ops.tile import tile_of
 
 LEAST = 1e-12
 """Magnitude below which a scale grows no further: zeros have a finite scale."""
+KERNEL_BLOCK = 128
+"""Elements under one scale of the kernel for blocks."""
 KERNEL_MULTIPLE = 16
 """Sizes of which torch's scaled products take multiples only."""
 
@@ -221,7 +224,10 @@ def scaled_mm(
     """[batch.., m, n..] of a [batch.., m, k..] and b [batch.., k.., n..], in blocks where k or n has two dims: the sum over all of k of
     (a / scale_a) * (b / scale_b), in float32 (float64 for a result in it), rounded to `dtype`."""
     if has_kernel(a, b, scale_a, scale_b, dtype, summed, batch):
-        return run_kernel(a, b, inverse(scale_a), inverse(scale_b), dtype)
+        scales = inverse(scale_a), inverse(scale_b)
+        if summed == 1:
+            return run_kernel(a, b, *scales, dtype)
+        return run_block_kernel(a, b, *scales, dtype).reshape(_product_sizes(a, b, summed, batch))
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = a.to(computed) * inverse(scale_a), b.to(computed) * inverse(scale_b)
     k = prod(a.shape[batch + 1 :])
@@ -244,7 +250,7 @@ def why_no_kernel(
     a: _Tensorlike, b: _Tensorlike, scale_a: _Tensorlike, scale_b: _Tensorlike, dtype: torch.dtype, summed: int = 1, batch: int = 0
 ) -> str:
     """Why torch has no kernel on any device for a product of scaled values in 8 bits; "" if it has one: of one scale each, or of one for
-    each row of a and column of b, with a result in bfloat16."""
+    each row of a and column of b, or for each 128 of these or 128 x 128 of b, with a result in bfloat16."""
     if a.dtype == torch.int8:
         return "torch has no kernel for int8 with scales"
     if batch:
@@ -252,18 +258,28 @@ def why_no_kernel(
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "there is no kernel for two operands of e5m2"
     of_tensors = prod(scale_a.shape) == prod(scale_b.shape) == 1
-    if summed > 1 or not (of_tensors or (*scale_a.shape, *scale_b.shape) == (a.shape[0], 1, 1, b.shape[1])):
-        return "no kernel for scales of blocks is used"
+    if summed > 1:
+        columns = prod(b.shape[2:])
+        if {*a.shape[2:], *b.shape[1::2]} != {KERNEL_BLOCK} or a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
+            return f"no kernel for scales of other blocks than {KERNEL_BLOCK} of e4m3 is used"
+        if a.shape[0] % KERNEL_MULTIPLE or columns % KERNEL_MULTIPLE:
+            return f"the kernel for blocks takes rows and columns in multiples of {KERNEL_MULTIPLE}"
+    elif not (of_tensors or (*scale_a.shape, *scale_b.shape) == (a.shape[0], 1, 1, b.shape[1])):
+        return "no kernel for such scales is used"
     if dtype == torch.float64:
         return "the kernel gives no float64"
-    return "" if of_tensors or dtype == torch.bfloat16 else "the kernel for scales of rows gives bfloat16 alone"
+    kind = "blocks" if summed > 1 else "rows"
+    return "" if of_tensors or dtype == torch.bfloat16 else f"the kernel for scales of {kind} gives bfloat16 alone"
 
 
 def has_kernel(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, summed: int = 1, batch: int = 0
 ) -> bool:  # fmt: skip
-    """Whether torch has a kernel for it on the device where it is: on CUDA, of compute capability 8.9 and more."""
-    there = a.is_cuda and a.numel() > 0 and b.numel() > 0 and torch.cuda.get_device_capability(a.device) >= (8, 9)
+    """Whether torch has a kernel for it on the device where it is: on CUDA, from compute capability 8.9 on; of blocks, 9.0."""
+    if not a.is_cuda or not a.numel() or not b.numel():
+        return False
+    found = torch.cuda.get_device_capability(a.device)
+    there = found == (9, 0) if summed > 1 else found >= (8, 9)
     return there and not why_no_kernel(a, b, scale_a, scale_b, dtype, summed, batch)
 
 
@@ -282,6 +298,20 @@ def run_kernel(
         padded_rows(a, 0, inner), padded_rows(b.t(), columns, inner).t(), *scales, bias, scale_result, dtype, use_fast_accum=fast
     )
     return made[:, : b.shape[1]].contiguous() if columns else made
+
+
+def run_block_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """[m, n] of a [m, k, 128] and b [k, 128, n] or [k, 128, n, 128], times their scales, by torch's kernel."""
+    rows, columns = a.flatten(1), b.flatten(2).flatten(0, 1)
+    of_rows = scale_a.flatten(1).t().contiguous().t()
+    if b.dim() == 4:  # blocks of k in fours, from column to column
+        kind, of_columns = ScalingType.BlockWise128x128, scale_b.reshape(b.shape[0], b.shape[2])
+        of_columns = F.pad(of_columns, (0, 0, 0, -b.shape[0] % 4)).t().contiguous().t()
+    else:
+        kind, of_columns = ScalingType.BlockWise1x128, scale_b.reshape(b.shape[0], b.shape[2]).contiguous().t()
+    rows, columns = padded_rows(rows, 0, 0), padded_rows(columns.t(), 0, 0).t()
+    made: Tensor = F.scaled_mm(rows, columns, of_rows, ScalingType.BlockWise1x128, of_columns, kind, output_dtype=dtype)
+    return made
 
 
 def padded_rows(x: Tensor, below: int, right: int) -> Tensor:

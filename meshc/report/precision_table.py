@@ -84,7 +84,8 @@ def _kind(node: Node, device: Device) -> tuple[str, str, str, str] | None:
         covered = (_coverage(node, factor, node.args[place]) for factor, place in zip(factors, places, strict=True))
         said += ", " + "/".join(dict.fromkeys(covered))
         why = why_emulated(node, device)
-        runs_as = f"emulated: {why}" if why else "kernel, of compute capability 9 alone" if "grouped" in ir.op_name(node) else "kernel"
+        alone = "grouped" in ir.op_name(node) or len(ir.record(factors[0]).shape) > 2
+        runs_as = f"emulated: {why}" if why else "kernel, of compute capability 9 alone" if alone else "kernel"
     else:
         runs_as = f"{str(made.dtype).removeprefix('torch.')}, once decoded"
     modules = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", made.source.module) or "the model itself"

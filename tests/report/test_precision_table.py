@@ -33,7 +33,8 @@ def layers(dtype: torch.dtype, mesh: str, line: str) -> meshc.Program:
         (torch.bfloat16, "float8 row", "a100", "emulated: a100 has no products of 8 bits"),
         (torch.float32, "float8 row", "h100", "emulated: the kernel for scales of rows gives bfloat16 alone"),
         (torch.float32, "float8 tensor", "h100", "kernel"),
-        (torch.bfloat16, "float8 block", "h100", "emulated: no kernel for scales of blocks is used"),
+        (torch.bfloat16, "float8 block", "h100", "kernel, of compute capability 9 alone"),
+        (torch.bfloat16, "float8 block", "b200", "emulated: b200 has no kernel for scales of blocks"),
         (torch.bfloat16, "int8 row", "h100", "emulated: torch has no kernel for int8 with scales"),
     ],
 )
