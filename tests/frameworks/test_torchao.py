@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
 from meshc.cost.divided_work import SPLIT, work_rows
+from meshc.ir.formats import FORMATS
 from meshc.private import TorchDispatchMode
 from meshc.runtime.simulator.reference_formats import FewBits
 
@@ -107,7 +108,7 @@ def test_a_precision_line_rounds_what_torchao_rounds(line: str, recipe: str, val
     Results are equal but for roundings of float32. A mesh has what one device has under the line."""
     theirs, rounded = _results(convert(_layer(), recipe, True))
     model = _layer()
-    own, same = _results(model, FewBits(model, {"0.weight": (line,)}))
+    own, same = _results(model, FewBits(model, {"0.weight": (FORMATS[line],)}))
     assert rounded == same and len(same) == values
     assert len(own) == len(theirs) == 3
     for mine, wanted in zip(own, theirs, strict=True):

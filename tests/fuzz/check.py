@@ -24,7 +24,7 @@ from meshc.package import FOLDER
 from meshc.passes.driver import compile_program
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
-from meshc.program.program import PlainProgram, TracedGraph
+from meshc.program.program import PlainProgram, Port, TracedGraph
 from meshc.proof.program_proof import prove
 from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.reference_model import Reference
@@ -136,10 +136,14 @@ class Captured:
         spec = describe(self.optimizer)
         mine = dict(parameters.named_parameters())
         slots = {f"{name}/{slot.name}": slot for name, p in mine.items() for slot in spec.slots_of(p)}
+
+        def state(port: Port) -> torch.Tensor:
+            slot = slots.get(port.name)
+            return torch.zeros(port.shape, dtype=port.dtype) if slot is None else slot.initial(mine[port.of].detach())
+
         verification.compare_steps(
-            program, self.reference, self.optimizer, lambda port: slots[port.name].initial(mine[port.of].detach()),
-            lambda: numbers(self.optimizer), None, report, steps=2, parameters=True,  # type: ignore[arg-type]
-        )  # fmt: skip
+            program, self.reference, self.optimizer, state, lambda: numbers(self.optimizer), None, report, steps=2, parameters=True  # type: ignore[arg-type]
+        )
 
 
 def _unlike_parts(program: PlainProgram) -> str:
