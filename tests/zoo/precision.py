@@ -150,7 +150,7 @@ def main() -> int:
         row = results.rows[key(cell)] = run(*cell)
         results.keep()
         failures += not is_ok(row)
-        more = f", {row['weights']} weights, {row['error']:.1e}" if "error" in row else f": {first_line(row.get('why', ''))}"
+        more = f", {row['weights']} weights, {row['error']:.1e}" if "error" in row else f", {first_line(row['why'])}" if "why" in row else ""
         print(f"{place} {key(cell)}: {first_line(row['outcome'])}{more} ({time.process_time() - before:.1f} s)", flush=True)
     missing = [cell for cell in cells() if not is_ok(results.rows.get(key(cell)))]
     if not left_alone(parser, arguments, len(missing), PAGE):
