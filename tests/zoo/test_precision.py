@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.broad import broad
-from tests.zoo.precision import FORMATS, REFUSED, cells, key, run, table
+from tests.zoo.precision import REFUSED, SCALED, cells, key, run, table
 
 SAMPLE = (
     ("gpt2", "int8 row", "tp=3"), ("qwen3", "float8 block", "dp_shard=2,tp=2"), ("bert", "nvfp4", "dp_shard=3"),
@@ -26,4 +26,4 @@ def test_the_table_says_errors_and_refusals() -> None:
     rows[key(("llama", "nvfp4", "pp=2,dp=2"))] = {"outcome": REFUSED, "why": "no"}
     told = table(rows)
     assert "1e-15, 1 refused" in told and f"{len(rows) - 1} of {len(rows)} cells equal one device" in told
-    assert all(form in told for form in FORMATS)
+    assert all(form in told for form in SCALED)
