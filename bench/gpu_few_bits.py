@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,11 +140,11 @@ def of_torchao(shape: dict[str, int], ids: Tensor, recipe: str | None) -> Conten
 def steps(shape: dict[str, int], ids: Tensor, cuda: bool, rounds: int) -> Iterator[list[object]]:
     """Rows of meshc's formats beside its bfloat16, then of torchao's recipes beside bfloat16 under `torch.compile`."""
     device, has_torchao = ids.device.type, importlib.util.find_spec("torchao") is not None
-    ways: list[tuple[str, Callable[[], Contender]]] = [("meshc, bfloat16", lambda: stepped(shape, ids, None, cuda))]
-    ways += [(f"meshc, {form}", lambda form=form: stepped(shape, ids, f"precision *: {form}", cuda)) for form in STEPS]  # type: ignore[misc]
+    ways: list[tuple[str, Callable[[], Contender]]] = [("meshc, bfloat16", partial(stepped, shape, ids, None, cuda))]
+    ways += [(f"meshc, {form}", partial(stepped, shape, ids, f"precision *: {form}", cuda)) for form in STEPS]
     if cuda:
-        ways.append(("torch.compile, bfloat16", lambda: of_torchao(shape, ids, None)))
-        ways += [(f"torchao, {recipe}", lambda recipe=recipe: of_torchao(shape, ids, recipe)) for recipe in RECIPES if has_torchao]  # type: ignore[misc]
+        ways.append(("torch.compile, bfloat16", partial(of_torchao, shape, ids, None)))
+        ways += [(f"torchao, {recipe}", partial(of_torchao, shape, ids, recipe)) for recipe in RECIPES if has_torchao]
     base: Contender | None = None
     for name, make in ways:
         start = time.perf_counter()

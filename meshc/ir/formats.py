@@ -82,6 +82,12 @@ class Format:
     def is_scaled(self) -> bool:
         return ELEMENTS[self.element].largest > 0
 
+    @property
+    def spans_batch(self) -> bool:
+        """Whether a scale is made of elements of several rows of the batch, and so of several microbatches."""
+        whole = self.along == WHOLE and not self.by_row and WEIGHT_GRADIENT not in self.high
+        return self.is_scaled and not self.history and (self.two or whole)
+
 
 _EACH: Final[Mapping[Role, int]] = dict.fromkeys(ROLES, 1)
 _ALL: Final[Mapping[Role, int]] = dict.fromkeys(ROLES, WHOLE)
@@ -100,19 +106,18 @@ _TABLE: Final = (
     Format("int8 row", "int8", "int8", WHOLE, _EACH),
     Format("bf16", "bf16", "bf16", WHOLE, _ALL),
 )
-
-
-def draw_name(parameter: str, sums_features: bool) -> str:
-    """The name of the draws by which a gradient is rounded, for the gradient of what goes in, or that of the weight."""
-    return f"{parameter}/meshc.gradient" if sums_features else f"{parameter}/meshc.weight_gradient"
-
-
 FORMATS: Final[Mapping[str, Format]] = {each.name: each for each in _TABLE}
 """Name in a plan -> format. (Sources: tensor and row are torchao's recipes `tensorwise` and `rowwise`, torchao/float8/config.py at 0.18,
 also in what is rounded when, and in that scales of rows are powers of two; delayed is Transformer Engine's `DelayedScaling` in its hybrid
 format, transformer_engine/common/recipe, with a history of 16 steps, as torchao's delayed scales had, where theirs has 1024; block is
 DeepSeek-V3's, arXiv 2412.19437, section 3.3; mx is MXFP8 of OCP Microscaling Formats, version 1.0; nvfp4 as in
 torchao/prototype/mx_formats/nvfp4_tensor.py, with stochastic gradients as in arXiv 2509.25149.)"""
+
+
+def draw_name(parameter: str, sums_features: bool) -> str:
+    """The name of the draws by which a gradient is rounded, for the gradient of what goes in, or that of the weight."""
+    return f"{parameter}/meshc.gradient" if sums_features else f"{parameter}/meshc.weight_gradient"
+
 
 SIGN: Final = "sign"
 COMPRESSED: Final[Mapping[str, str]] = {"int8": "int8", "fp8": "e4m3", SIGN: ""}

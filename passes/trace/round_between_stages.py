@@ -10,7 +10,7 @@ others. Each stage has its own of what it reads of stages before it. Behind the 
     peak = meshc.block_scale(h);  q = meshc.quantize_blocks(h, peak, "e4m3")      of the stage that makes h, or backward its gradient
     h_1 = meshc.dequantize_blocks(q, peak, "e4m3", float32)                       of the stage that reads it
 
-so that a cut sends q and peaks. What crosses is what hangs on parameters and on the batch; integers, masks, positions and values of fewer
+so that a cut sends q and peaks. What crosses is what depends on parameters and on the batch; integers, masks, positions and values of fewer
 than two dims cross as they are. docs/compressed-gradients.md has the definition.
 """
 
@@ -56,7 +56,7 @@ def round_between_stages(traced: TracedModel) -> TracedModel:
         rounded += _cross(values, node, end, stage, line)
     if splits and not rounded:
         raise PlanError(
-            f"{line.where}: nothing that hangs on parameters and on the batch crosses a boundary of {', '.join(splits)}\n"
+            f"{line.where}: nothing that depends on parameters and on the batch crosses a boundary of {', '.join(splits)}\n"
             "  what to do: leave the line out, or begin stages at modules further behind"
         )
     module.recompile()
@@ -77,7 +77,7 @@ def _line_of(traced: TracedModel) -> CompressLine:
         raise PlanError(f"{line.where}: {line.axis} has one rank, and so no stages\n  what to do: leave the line out")
     if not traced.request.options.pipeline.splits:
         raise PlanError(
-            f"{line.where}: what is rounded hangs on where stages begin, and that is left to be chosen\n"
+            f"{line.where}: what is rounded depends on where stages begin, and that is left to be chosen\n"
             "  what to do: name the modules at which stages begin, Options(pipeline=meshc.Pipelining(splits=[...]))"
         )
     return line
@@ -107,7 +107,7 @@ def _take_items_early(graph: Graph) -> None:
 
 
 class _LearnedValues:
-    """The values of a torch-level graph that hang on parameters and on the batch."""
+    """The values of a torch-level graph that depend on parameters and on the batch."""
 
     def __init__(self, module: GraphModule) -> None:
         self.graph, self.number = module.graph, {node: i for i, node in enumerate(module.graph.nodes)}

@@ -139,10 +139,7 @@ def _fitting(
 def _batch_notes(traced: TracedModel, lines: Sequence[PrecisionLine], forms: Sequence[Format]) -> list[str]:
     """A note on scales that go along the batch that comes in microbatches. Raises PlanError in a pipeline, of which no stage has it."""
     request = traced.request
-    made_now = [form for form in forms if form.is_scaled and not form.history]
-    whole = [form for form in made_now if form.along == WHOLE and not form.by_row]
-    along = {form.name for form in whole if WEIGHT_GRADIENT not in form.high}
-    along |= {form.name for form in made_now if form.two}
+    along = {form.name for form in forms if form.spans_batch}
     if traced.parts is not None or request.count == 1 or not along or not request.grad:
         return []
     said = "scales that go along the batch (of a tensor, and of rows in gradients of weights)"

@@ -61,12 +61,17 @@ class StepState:
 def refuse_without_steps(traced: TracedModel, where: str, what: str, instead: str) -> None:
     """Raises PlanError in what has no steps of its own. `what`: is made from one to the next."""
     request = traced.request
-    if request.train and traced.parts is None and not request.adds and not request.scales_loss:
+    if request.scales_loss:
+        raise PlanError(
+            f"{where}: {what} from one training step to the next, and a step that the scaler skips leaves all state as it is\n"
+            f"  what to do: TrainStep without scaler=, in float32 or under autocast to bfloat16, or {instead}"
+        )
+    if request.train and traced.parts is None and not request.adds:
         return
     raise PlanError(
         f"{where}: {what} from one training step to the next, of which a call of a program is one\n"
-        f"  what to do: {instead}, for a module, an inference, program.accumulate(...), batch_mix=\"mean_of_parts\", or a step\n"
-        "  with scaler=; else compile meshc.TrainStep(model, optimizer=...)"
+        f"  what to do: {instead}, for a module, an inference, program.accumulate(...), or batch_mix=\"mean_of_parts\";\n"
+        "  else compile meshc.TrainStep(model, optimizer=...)"
     )
 
 

@@ -26,7 +26,7 @@ from meshc.ops import compress as _compress  # noqa: F401 - registers its operat
 
 @dataclass
 class _MadeValue:
-    """Of a value: the stage that made it, and whether it hangs on parameters, and on other tensors."""
+    """Of a value: the stage that made it, and whether it depends on parameters, and on other tensors."""
 
     value: Tensor
     stage: int

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from meshc.ir.formats import FORMATS
+from tests.formats import SCALED
 from tests.fuzz.case import PLAIN, Case, How
 from tests.fuzz.check import Captured, Outcome, captured, check_once
 from tests.fuzz.plans import draw_how, draw_mesh, draw_parts, draw_plan
@@ -24,9 +24,6 @@ from tests.fuzz.sketch import Sketch
 
 ANY, PLANS = 5, 8
 """Meshes and plans a program: so many as they come, the others of what is rare among these (`rare.py`)."""
-
-SCALED = [name for name, form in FORMATS.items() if form.is_scaled]
-"""Formats whose products are summed in float64 where the model computes in it, and so equal one device's to its last digits."""
 
 
 @dataclass

@@ -19,8 +19,9 @@ from tabulate import tabulate
 
 import meshc
 from meshc.errors import CompilerFault, PlanError
-from meshc.ir.formats import FORMATS, WEIGHT_GRADIENT, WHOLE, Format
+from meshc.ir.formats import FORMATS, WHOLE
 from tests.coverage_page import left_alone, put
+from tests.formats import SCALED
 from tests.models import Case
 from tests.results import Results
 from tests.table_command import command, in_time
@@ -50,8 +51,6 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 """Family -> sizes for formats whose scales cover 16, 32 or 128 elements; {}: its inputs come in no such numbers of rows."""
 EXPERTS: Final = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 MESHES: Final = ("dp=2", "dp_shard=2,tp=2", "tp=3", "dp_shard=3", "dp=2,cp=2", "pp=2,dp=2")
-SCALED: Final = [name for name, form in FORMATS.items() if form.is_scaled]
-"""Formats whose products are summed in float64 where the model computes in it, and so equal one device's to its last digits."""
 ROWS: Final = 128
 REFUSED: Final = "refused"
 
@@ -67,11 +66,6 @@ def cells() -> list[tuple[str, str, str]]:
     return [(name, form, mesh) for name, form in fits for mesh in meshes(name)]
 
 
-def spans_batch(form: Format) -> bool:
-    """Whether one scale covers elements of several microbatches."""
-    return form.is_scaled and not form.history and (form.two or (form.along == WHOLE and WEIGHT_GRADIENT not in form.high))
-
-
 def case(name: str, form: str) -> Case:
     if FORMATS[form].along == WHOLE:
         return STOCK[name].case(name)
@@ -85,7 +79,7 @@ def run(name: str, form: str, mesh: str) -> dict[str, Any]:
     torch.manual_seed(1)
     try:
         found = case(name, form)
-        optimizer, parts = torch.optim.SGD(found.model.parameters(), lr=0.1), 2 if "pp" in mesh and not spans_batch(FORMATS[form]) else 1
+        optimizer, parts = torch.optim.SGD(found.model.parameters(), lr=0.1), 2 if "pp" in mesh and not FORMATS[form].spans_batch else 1
         step = meshc.TrainStep(found.model, optimizer=optimizer, loss=found.loss, microbatches=parts)
         program = meshc.compile(step, meshc.Mesh(mesh), kwargs=found.call_kwargs, plan=f"precision *: {form}")
         proof, report = program.prove(), meshc.verify(program)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.broad import broad
-from tests.zoo.precision import REFUSED, SCALED, cells, key, run, table
+from tests.formats import SCALED
+from tests.zoo.precision import REFUSED, cells, key, run, table
 
 SAMPLE = (
     ("gpt2", "int8 row", "tp=3"), ("qwen3", "float8 block", "dp_shard=2,tp=2"), ("bert", "nvfp4", "dp_shard=3"),

@@ -121,6 +121,8 @@ def test_what_can_have_no_history_stays_as_it_is_or_is_refused() -> None:
     traced = program.lowered.placed.traced
     with pytest.raises(PlanError, match="from one training step to the next"):
         refuse_without_steps(traced.with_request(replace(traced.request, adds=True)), "line 1", "scales are made", "`float8 tensor`")
+    with pytest.raises(PlanError, match=r"a step that the scaler skips(.|\n)*TrainStep without scaler=.*or `float8 tensor`, whose scales"):
+        step("dp=2", LINE, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(PlanError, match="`float8 tensor`, whose scales are of what is rounded"):
         meshc.compile(Twice(), meshc.Mesh("dp=2"), args=(torch.randn(4, 16),), plan=f"precision own: {NAME}")
     with pytest.raises(PlanError, match="mean_of_parts"):
